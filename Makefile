@@ -45,11 +45,11 @@ test: $(STAMP) ## run the tests in three steps (ARGS="-k ring -x" goes to one py
 ifdef ARGS
 	$(BIN)/pytest $(ARGS)
 else
-	@echo "make test, step 1 of 3: what one process computes (about four minutes on two cores)"
+	@echo "make test, step 1 of 3: what one process computes (one to two minutes on two cores)"
 	OMP_NUM_THREADS=1 $(BIN)/pytest --tier a $(PLAIN) $(WORKERS)
-	@echo "make test, step 2 of 3: what needs ranks or models (about nine minutes)"
+	@echo "make test, step 2 of 3: what needs ranks or models (about ten minutes)"
 	OMP_NUM_THREADS=1 $(BIN)/pytest --tier b $(PLAIN) $(WORKERS)
-	@echo "make test, step 3 of 3: what must run alone (half a minute)"
+	@echo "make test, step 3 of 3: what must run alone (a minute)"
 	$(BIN)/pytest -m alone $$(grep -rl "mark\.alone" tests --include="test_*.py")
 endif
 

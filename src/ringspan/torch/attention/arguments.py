@@ -1,4 +1,4 @@
-"""What the PyTorch back end asks of its tensors and groups before anything moves."""
+"""Checks of tensors and groups before anything moves."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse what no kernel computes, naming the value.
+    """Raise for tensors that no kernel computes on.
 
     Raises:
         UnsupportedError: shapes, dtypes or a device that nothing here computes on.
@@ -37,7 +37,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_plain(name: str, tensor: Any) -> None:
-    """Refuse what is no tensor that lies whole, and dense, on this rank.
+    """Raise for anything but a dense tensor that is whole on this rank.
 
     Raises:
         UnsupportedError: naming what it is.
@@ -52,7 +52,7 @@ def check_plain(name: str, tensor: Any) -> None:
 
 
 def check_heads(q: Tensor, slopes: Tensor | None, sinks: Tensor | None) -> None:
-    """Refuse slopes and sinks that do not fit the heads.
+    """Raise for slopes and sinks that do not fit the heads.
 
     Raises:
         UnsupportedError: naming what they are.
@@ -71,7 +71,7 @@ def check_heads(q: Tensor, slopes: Tensor | None, sinks: Tensor | None) -> None:
 
 
 def check_loss(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
-    """Refuse what is no problem of a cross-entropy: hidden (T, C), weight (V, C), targets (T,), bias (V,).
+    """Check a cross-entropy's hidden (T, C), weight (V, C), targets (T,) and bias (V,).
 
     Raises:
         UnsupportedError: no plain tensors, or shapes, dtypes or devices that do not fit each other.
@@ -98,13 +98,12 @@ def check_loss(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | N
 
 
 def _is_autocast(x: Tensor) -> bool:
-    """Whether products of tensors like it are made in another dtype here."""
+    """Return whether autocast would compute products of tensors like ``x`` in another dtype."""
     return torch.is_autocast_enabled(x.device.type)
 
 
 def check_differentiation(what: str, *tensors: Tensor | None) -> None:
-    """Refuse the kinds of differentiation that a function with a backward pass of its own does not know: forward mode,
-    for which torch would take its tangents for zeros, and the transformations of torch.func.
+    """Raise for forward-mode differentiation, which torch would give zero tangents, and torch.func's transformations.
 
     Raises:
         UnsupportedError: naming the kind.
@@ -126,8 +125,7 @@ def check_differentiation(what: str, *tensors: Tensor | None) -> None:
 
 
 def find_group(group: Any) -> dist.ProcessGroup | None:
-    """The process group that a caller means: a one-dimensional mesh's own, the default one when None, and none where
-    torch.distributed is not initialised.
+    """Return a caller's process group: a 1-D mesh's own, the default for None, None without torch.distributed.
 
     Raises:
         UnsupportedError: no group, one without this rank, one that was destroyed, or a mesh of several dimensions.
@@ -157,11 +155,7 @@ def find_group(group: Any) -> dist.ProcessGroup | None:
 
 
 def _alive(ask: Callable[[], _T]) -> _T:
-    """What a group answers.
-
-    Raises:
-        UnsupportedError: it is gone, of which torch says what it lacks and not why.
-    """
+    """Return what ``ask()`` gives; raise an UnsupportedError if the group is gone, which torch does not say clearly."""
     try:
         return ask()
     except (KeyError, RuntimeError, ValueError) as error:

@@ -1,6 +1,6 @@
-"""What ranks send each other: keys and values of one owner (or their gradients), or queries (or their partials), packed
-into one buffer, so that a hop is one message.
+"""Blocks that ranks exchange, each packed into one buffer so that a hop is one message.
 
+A block is one owner's keys and values (or their gradients), or its queries (or their partials).
 B batch, G key/value heads, D head size, E value head size, n packed tokens.
 """
 
@@ -19,9 +19,9 @@ from ringspan.torch.transport.exchange import TensorSpec
 
 @dataclass(frozen=True)
 class PackedSpec:
-    """How some ranges of keys (B, G, n, D) and values (B, G, n, E) lie in one flat buffer: k, v, one behind the other.
+    """Layout of ranges of keys (B, G, n, D) and values (B, G, n, E) in one flat buffer: k, then v.
 
-    Coded ones, ``scaled``, lie behind their factors, in bytes.
+    If ``scaled``, coded bytes follow their scale factors.
     """
 
     ranges: Ranges
@@ -37,12 +37,12 @@ class PackedSpec:
     def of(
         ranges: Ranges, k: Tensor, v: Tensor, dtype: torch.dtype | None = None, scaled: bool = False
     ) -> "PackedSpec":
-        """For some ranges of ``k`` and ``v``, in their dtype or another."""
+        """Return the spec for some ranges of ``k`` and ``v``, in their dtype or another."""
         return PackedSpec(ranges, k.shape[0], k.shape[1], k.shape[-1], v.shape[-1], dtype or k.dtype, k.device, scaled)
 
     @property
     def buffer_spec(self) -> TensorSpec:
-        """Of the flat buffer."""
+        """Describe the flat buffer."""
         numbers = self.batch * self.heads * size(self.ranges) * (self.k_size + self.v_size)
         if self.scaled:
             return TensorSpec((self._factors + numbers * self.dtype.itemsize,), torch.uint8, self.device)
@@ -53,7 +53,7 @@ class PackedSpec:
         return 2 * self.batch * self.heads * torch.float32.itemsize if self.scaled else 0
 
     def on(self, buffer: Tensor) -> "Block":
-        """The block that lies in a buffer."""
+        """Return the block in ``buffer``."""
         scales = None
         numbers = buffer
         if self.scaled:
@@ -66,19 +66,18 @@ class PackedSpec:
         return Block(self.ranges, k, v, buffer, scales)
 
     def empty(self) -> "Block":
-        """An uninitialised block."""
         return self.on(self.buffer_spec.empty())
 
 
 @dataclass(frozen=True)
 class Block:
-    """Some of an owner's tokens: ``k`` (B, G, n, D) and ``v`` (B, G, n, E) hold the given ranges one behind the other.
+    """Ranges of an owner's tokens, one behind the other: ``k`` (B, G, n, D) and ``v`` (B, G, n, E).
 
-    In a block of queries these are q (B, H, n, D) and nothing (B, H, n, 0); in one of their partials out (B, H, n, E)
-    and lse (B, H, n, 1).
-
-    ``buffer`` is the flat tensor below all of it when the block is packed, else None (a rank's own keys and values).
-    ``scales`` (2, B, G, 1, 1) float32 are the factors of a coded k and v, None when these are plain numbers.
+    A block of queries has q (B, H, n, D) and an empty v (B, H, n, 0); one of partials out (B, H, n, E), lse (B, H, n,
+    1).
+    ``buffer`` is the flat tensor below a packed block, else None (a rank's own keys and values). ``scales`` (2, B, G,
+    1,
+    1) float32 are the factors of coded k and v, None for plain numbers.
     """
 
     ranges: Ranges
@@ -89,11 +88,11 @@ class Block:
 
     @staticmethod
     def whole(k: Tensor, v: Tensor) -> "Block":
-        """A rank's own tokens, where they are."""
+        """Return a block of a rank's own tokens, without a copy."""
         return Block(((0, k.shape[2]),), k, v)
 
     def pack(self, ranges: Ranges, make: Callable[[TensorSpec], Tensor] = TensorSpec.empty) -> "Block":
-        """The block cut down to some of its ranges, as one buffer that ``make`` makes; itself when nothing is cut."""
+        """Return the block cut to some ranges, in one buffer from ``make``; the block itself if nothing is cut."""
         if ranges == self.ranges and self.buffer is not None:
             return self
         spec = PackedSpec.of(ranges, self.k, self.v, scaled=self.scales is not None)
@@ -109,7 +108,6 @@ class Block:
         return packed
 
     def to(self, dtype: torch.dtype) -> "Block":
-        """The block in another dtype; itself when it has that one."""
         if self.k.dtype == dtype:
             return self
         other = PackedSpec.of(self.ranges, self.k, self.v, dtype).empty()
@@ -118,18 +116,18 @@ class Block:
         return other
 
     def rows(self, start: int, stop: int) -> slice:
-        """Where the owner's tokens [start, stop) are in this block."""
+        """Return the rows of the owner's tokens [start, stop)."""
         first = offset(self.ranges, start)
         return slice(first, first + stop - start)
 
     def part(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the owner's tokens [start, stop), which lie within one range."""
+        """Return keys and values of the owner's tokens [start, stop), which lie in one range."""
         rows = self.rows(start, stop)
         return self.k[:, :, rows], self.v[:, :, rows]
 
 
 class RunningSum:
-    """A sum of row ranges of a (B, heads, n, size) tensor; what comes first to a row is written, not added to zeros."""
+    """Sum of row ranges of a (B, heads, n, size) tensor; the first value of a row is written, not added to zeros."""
 
     def __init__(self, into: Tensor) -> None:
         self._into = into
@@ -137,11 +135,10 @@ class RunningSum:
 
     @staticmethod
     def to_be(result: Tensor, dtype: torch.dtype) -> "RunningSum":
-        """A sum in ``dtype`` that is to end in ``result``: added up right there when it has that dtype."""
+        """Return a sum in ``dtype`` for ``result``, accumulated in place if that has the dtype."""
         return RunningSum(result if result.dtype == dtype else torch.empty_like(result, dtype=dtype))
 
     def add(self, start: int, stop: int, value: Tensor) -> None:
-        """Add ``value`` to rows [start, stop)."""
         mine = self._into[:, :, start:stop]
         # Rows are either all new, all there, or, where masks of documents cross, some of each.
         missing = self._rows.touch(start, stop)
@@ -153,13 +150,13 @@ class RunningSum:
         mine.add_(value)
 
     def running(self, start: int, stop: int) -> Tensor:
-        """The sum of rows [start, stop) so far, for a kernel that adds to it in place."""
+        """Return the sum of rows [start, stop) so far, for a kernel that adds in place."""
         for first, last in self._rows.fill(start, stop):
             self._into[:, :, first:last].zero_()
         return self._into[:, :, start:stop]
 
     def finish(self) -> Tensor:
-        """The sum; zeros where nothing was added."""
+        """Return the sum; zeros where nothing was added."""
         self._clear()
         return self._into
 
@@ -169,33 +166,29 @@ class RunningSum:
 
 
 class GradientBlock:
-    """The running sums of dk and dv for some ranges of an owner's tokens, in float32.
-
-    One that is sent is packed like the block it belongs to; the owner's adds up in the rank's own dk and dv.
-    """
+    """Running float32 sums of dk and dv for ranges of an owner's tokens; packed like its block where it is sent."""
 
     def __init__(self, ranges: Ranges, dk: RunningSum, dv: RunningSum, buffer: Tensor | None = None) -> None:
         self.ranges, self._dk, self._dv, self._buffer = ranges, dk, dv, buffer
 
     @staticmethod
     def at_owner(dk: Tensor, dv: Tensor, dtype: torch.dtype) -> "GradientBlock":
-        """The sums that become a rank's own dk and dv; kept there when they have the right dtype."""
+        """Return the sums that become a rank's own dk and dv, in place if the dtype fits."""
         return GradientBlock(((0, dk.shape[2]),), RunningSum.to_be(dk, dtype), RunningSum.to_be(dv, dtype))
 
     @staticmethod
     def in_transit(spec: PackedSpec, make: Callable[[TensorSpec], Tensor] = TensorSpec.empty) -> "GradientBlock":
-        """The sums for some ranges of another rank's block, ready to be sent in the buffer that ``make`` makes."""
+        """Return the sums for ranges of another rank's block, in a buffer from ``make``."""
         packed = spec.on(make(spec.buffer_spec))
         return GradientBlock(spec.ranges, RunningSum(packed.k), RunningSum(packed.v), packed.buffer)
 
     def add(self, start: int, stop: int, dk: Tensor, dv: Tensor) -> None:
-        """Add the gradients of the owner's tokens [start, stop)."""
         rows = self._rows(start, stop)
         self._dk.add(*rows, dk)
         self._dv.add(*rows, dv)
 
     def running(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """The sums of the owner's tokens [start, stop) so far, for a kernel that adds to them in place."""
+        """Return the sums of tokens [start, stop) so far, for a kernel that adds in place."""
         rows = self._rows(start, stop)
         return self._dk.running(*rows), self._dv.running(*rows)
 
@@ -204,28 +197,24 @@ class GradientBlock:
         return first, first + stop - start
 
     def add_block(self, block: Block) -> None:
-        """Add what another rank sent."""
         for start, stop in block.ranges:
             rows = block.rows(start, stop)
             self.add(start, stop, block.k[:, :, rows], block.v[:, :, rows])
 
     def finish(self) -> Block:
-        """The sums as a block; zeros where nothing was added."""
+        """Return the sums as a block; zeros where nothing was added."""
         return Block(self.ranges, self._dk.finish(), self._dv.finish(), self._buffer)
 
 
 class PartialBlock:
-    """The partial of some ranges of an owner's queries: out (B, H, n, E) and lse (B, H, n, 1).
-
-    One that is sent is packed like a block; the owner's is merged in the rank's own out and lse.
-    """
+    """Partial of ranges of an owner's queries, out (B, H, n, E) and lse (B, H, n, 1); packed where it is sent."""
 
     def __init__(self, block: Block) -> None:
         self._block, self._partial = block, Partial(block.k, block.v.squeeze(-1))
 
     @staticmethod
     def in_transit(spec: PackedSpec, make: Callable[[TensorSpec], Tensor] = TensorSpec.empty) -> "PartialBlock":
-        """The partial of some ranges of another rank's queries, ready to be sent in the buffer that ``make`` makes."""
+        """Return the partial of ranges of another rank's queries, in a buffer from ``make``."""
         return PartialBlock(spec.on(make(spec.buffer_spec)))
 
     def add(self, start: int, stop: int, out: Tensor, lse: Tensor) -> None:
@@ -234,17 +223,16 @@ class PartialBlock:
         self._partial.merge(rows.start, rows.stop, out, lse)
 
     def add_block(self, block: Block) -> None:
-        """Merge what another rank sent."""
         for start, stop in block.ranges:
             rows = block.rows(start, stop)
             self.add(start, stop, block.k[:, :, rows], block.v[:, :, rows].squeeze(-1))
 
     def running(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """The running out and lse of the owner's queries [start, stop), for a kernel that adds to them in place."""
+        """Return the running out and lse of queries [start, stop), for a kernel that adds in place."""
         rows = self._block.rows(start, stop)
         return self._partial.running(rows.start, rows.stop)
 
     def finish(self, sinks: Tensor | None = None) -> Block:
-        """The partial as a block, see ``Partial.finish``."""
+        """Return the partial as a block, see ``Partial.finish``."""
         self._partial.finish(sinks)
         return self._block

@@ -1,11 +1,11 @@
-"""Attention of new tokens to all tokens so far, whose keys and values lie in shares on the ranks of a ring.
+"""Attention of new tokens to a key/value cache that is split over the ranks of a ring.
 
 B batch, H query heads, G key/value heads, n new tokens, D head size, E value head size, N ranks.
 
-Many new tokens are split over the ranks: the ring loop runs with the new tokens' runs as the layout of the queries and
-the shares as that of the keys, and queries travel where they are fewer bytes than keys and values (Yang et al. 2024,
-"Context Parallelism for Scalable Million-Token Inference"). Few are on every rank: each attends to its own share alone,
-the same loop with one rank, and one collective merges the partial results (flash decoding, over devices).
+Many new tokens are split over the ranks: the ring loop runs with their runs as query layout and the shares as key
+layout, and queries travel where they are fewer bytes (Yang et al. 2024, "Context Parallelism for Scalable
+Million-Token Inference"). Few are on every rank: each attends to its own share, and one collective merges the partials
+(flash decoding, over devices).
 """
 
 from collections.abc import Iterator, Mapping
@@ -37,25 +37,24 @@ _MERGED: Final = {"what": "attention to a cache that is split over the ring"}
 
 @dataclass(frozen=True)
 class Reach:
-    """What layers of one kind attend to in a turn: where their keys lie, and the mask of each sequence of the batch."""
+    """Keys and masks of layers of one kind in a turn."""
 
     keys: CustomLayout
     masks: tuple[Mask, ...]
-    """Of each sequence; a single one when all are alike."""
+    """One per sequence; a single one when all are alike."""
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One forward pass of new tokens over a cache: who computes which of them, and what each kind of layer sees."""
+    """One forward pass of new tokens over a cache."""
 
     group: dist.ProcessGroup | None
     rank: int
     new: CustomLayout
-    """Where the new tokens' keys are kept."""
+    """Owners of the new tokens' keys."""
     is_split: bool
-    """Whether each rank computes the tokens that it keeps, or all of them."""
+    """True if each rank computes only the tokens that it keeps."""
     reaches: Mapping[Any, Reach]
-    """By kind of layer."""
     _rings: dict[object, Ring] = field(default_factory=dict)
 
     @property
@@ -64,29 +63,28 @@ class Turn:
 
     @cached_property
     def queries(self) -> CustomLayout:
-        """Where the queries are: split like the new keys, or all of them here, on a ring of one."""
+        """Return the layout of the queries: split like the new keys, or whole on a ring of one."""
         if self.is_split:
             return self.new
         return CustomLayout.of([[(self.start, self.new.length - self.start)]])
 
     @property
     def positions(self) -> Tensor:
-        """Of the tokens that this rank computes, padding counted."""
+        """Return the positions that this rank computes, including padding."""
         return torch.from_numpy(self.queries.positions(self.rank if self.is_split else 0))
 
     @cached_property
     def kept(self) -> Tensor:
-        """The new tokens that this rank keeps, counted from the first new one."""
+        """Return the new tokens that this rank keeps, relative to the first new one."""
         return torch.from_numpy(self.new.positions(self.rank)) - self.start
 
     @cached_property
     def start(self) -> int:
-        """The position of the first new token."""
         return min(span.start for held in self.new.parts for span in held)
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """While layers compute this turn."""
+        """Make this the current turn."""
         token = _turn.set(self)
         try:
             yield
@@ -96,8 +94,9 @@ class Turn:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, kind: object, scores: Scores, sinks: Tensor | None, kernel: KernelName
     ) -> Tensor:
-        """Attention of the new tokens of this rank, q (B, H, n, D), to all keys so far, of which k (B, G, M, D) and v
-        (B, G, M, E) are this rank's share: (B, H, n, E) in q's dtype.
+        """Attend with this rank's new queries q (B, H, n, D) to all keys so far: (B, H, n, E) in q's dtype.
+
+        k (B, G, M, D) and v (B, G, M, E) are this rank's share of the cache.
 
         Raises:
             UnsupportedError: the cache holds what another kind of layer sees.
@@ -138,7 +137,7 @@ class Turn:
     def _ring(
         self, q: Tensor, k: Tensor, v: Tensor, keys: CustomLayout, mask: Mask, scores: Scores, kernel: KernelName
     ) -> Ring:
-        """This rank's part in the attention of all heads."""
+        """Return this rank's part in the attention of all heads."""
         spec = AttentionSpec(scale=scores.scale, softcap=scores.softcap, mask=mask.spec, kernel=kernel)
         if not self.is_split:
             mine = CustomLayout("custom", keys.length, 1, parts=(keys.parts[self.rank],))  # pyright: ignore[reportArgumentType]
@@ -155,15 +154,16 @@ _turn: ContextVar[Turn | None] = ContextVar("turn", default=None)
 
 
 def current_turn() -> Turn | None:
-    """The turn that layers compute now; None outside of generation."""
+    """Return the current turn; None outside of generation."""
     return _turn.get()
 
 
 def merged(out: Tensor, lse: Tensor, sinks: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
-    """The attention to all shares from each rank's out (B, H, n, E) and lse (B, H, n) to its own.
+    """Merge each rank's out (B, H, n, E) and lse (B, H, n) into the attention to all shares.
 
-    ``sum_r w_r out_r`` with ``w_r = exp(lse_r) / (sum_r exp(lse_r) + exp(sink))``, added up in the order of the ranks
-    on each of them, so that all have the same bits.
+    ``sum_r w_r out_r`` with ``w_r = exp(lse_r) / (sum_r exp(lse_r) + exp(sink))``, summed in rank order on every rank,
+    so
+    that all have the same bits.
     """
     dtype = accumulation_dtype(out.dtype)
     mine = torch.cat((out.to(dtype), lse.to(dtype).unsqueeze(-1)), -1)
@@ -183,7 +183,7 @@ def merged(out: Tensor, lse: Tensor, sinks: Tensor | None, group: dist.ProcessGr
 
 
 def _alike(masks: tuple[Mask, ...]) -> dict[Mask, slice | Tensor]:
-    """The sequences of each mask: a slice where they are neighbours."""
+    """Group the sequences by mask: a slice where they are neighbours."""
     rows: dict[Mask, list[int]] = {}
     for row, mask in enumerate(masks):
         rows.setdefault(mask, []).append(row)

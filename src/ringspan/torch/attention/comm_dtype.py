@@ -1,7 +1,7 @@
-"""How keys and values are sent: as they are, or in fewer bits.
+"""Encoding of keys and values for sending: exact, or in fewer bits.
 
-A block is coded once, by its owner, and handed on as it came, so that no error adds up on the way. The owner itself
-computes with what it has. docs/routes.md states the error of each code.
+The owner codes a block once and it is handed on unchanged, so errors do not add up; the owner computes with exact
+values. docs/routes.md states the error of each code.
 """
 
 from dataclasses import replace
@@ -17,15 +17,13 @@ _CODES: Final = {"float8": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 12
 
 
 def check_comm_dtype(comm_dtype: str, gradient_comm_dtype: str) -> None:
-    """Refuse a name that is no code."""
+    """Raise for an unknown code."""
     find_name("comm_dtype", comm_dtype, COMM_DTYPE_NAMES, UnsupportedError)
     find_name("gradient_comm_dtype", gradient_comm_dtype, GRADIENT_COMM_DTYPE_NAMES, UnsupportedError)
 
 
 def encode(block: Block, comm_dtype: str) -> Block:
-    """A block as it is sent, packed. ``float8`` and ``int8`` are scaled by the largest value of each head of the
-    block.
-    """
+    """Encode a block for sending, packed; ``float8`` and ``int8`` are scaled by each head's largest value."""
     if comm_dtype == "exact":
         return block
     if comm_dtype == "bfloat16":
@@ -44,7 +42,7 @@ def encode(block: Block, comm_dtype: str) -> Block:
 
 
 def decode(block: Block, dtype: torch.dtype) -> Block:
-    """Keys and values to compute with, from a block that was received."""
+    """Decode a received block."""
     if block.scales is None:
         return block.to(dtype)
     k, v = (

@@ -1,4 +1,4 @@
-"""The one public attention: exact attention of a sequence that is split over a ring, as a custom operator.
+"""The public exact attention of a sequence that is split over a ring, as a custom operator.
 
 Being an operator, it traces under FakeTensor and torch.compile without communicating, and activation checkpointing can
 name it to keep its result. B batch, H query heads, G key/value heads, T local tokens, D head size, E value head size.
@@ -73,11 +73,10 @@ def ring_attention(
     gradient_comm_dtype: GradientCommDtypeName = "exact",
     kernel: KernelName = "auto",
 ) -> Tensor:
-    """Exact attention of the local queries to the keys of all ranks; differentiable. Every rank of the group calls it
-    alike.
+    """Compute exact attention of local queries to the keys of all ranks; differentiable and collective.
 
-    On the gathered tensors it equals, for GQA too,
-    ``scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)``, under autocast too; a
+    On the gathered tensors it equals, also for GQA and autocast,
+    ``scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)``; a
     query that may see nothing gives 0.
 
     Args:
@@ -140,7 +139,7 @@ def checked(
     gradient_comm_dtype: GradientCommDtypeName,
     kernel: KernelName,
 ) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
-    """What the operator is given for these arguments of ``ring_attention``.
+    """Return the operator's arguments for these of ``ring_attention``.
 
     Raises:
         UnsupportedError, LayoutError: as ``ring_attention``.
@@ -184,7 +183,7 @@ def checked(
 
 
 def _layout_options(layout: Layout, keys: Layout) -> dict[str, Any]:
-    """The fields of a spec about layouts."""
+    """Return a spec's layout fields."""
     if isinstance(layout, CustomLayout) and isinstance(keys, CustomLayout):
         return {"layout": layout.spec, "key_layout": "" if keys == layout else keys.spec}
     return {"layout": layout.name, "padding": padding_of(layout), "key_padding": padding_of(keys)}
@@ -197,7 +196,7 @@ _HAVE_AUTOCAST: Final = frozenset(
 
 
 def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors as autocast wants them for PyTorch's own attention: in its dtype, but for float64."""
+    """Cast tensors as autocast does for PyTorch's own attention, except float64."""
     kind = tensors[0].device.type
     if kind not in _HAVE_AUTOCAST or not torch.is_autocast_enabled(kind):
         return tensors
@@ -206,7 +205,7 @@ def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _choose(layout: Layout, keys: Layout, mask: Mask, q: Tensor, k: Tensor, v: Tensor, comm_dtype: str) -> str:
-    """The route that ``auto`` stands for here."""
+    """Choose the route for ``auto``."""
     speeds = Speeds(*rules_of(q.device).assumed_speeds, _ranks_per_node(layout.ranks))
     shape = Shape(len(q), q.shape[1], k.shape[1], k.shape[-1], v.shape[-1], k.dtype.itemsize)
     choice = choose_route(layout, mask, shape, speeds, keys, comm_dtype=comm_dtype)
@@ -217,7 +216,7 @@ def _choose(layout: Layout, keys: Layout, mask: Mask, q: Tensor, k: Tensor, v: T
 
 
 def _ranks_per_node(ranks: int) -> int:
-    """As the launcher says, at most the ring; all of it when nobody says."""
+    """Return the launcher's ranks per node, at most the ring's; the whole ring if unknown."""
     return min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
 
 
@@ -256,7 +255,6 @@ def _backward(
 
 @_forward.register_fake
 def fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Tensors like the result and its log-sum-exp."""
     lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
     return empty_like(q, v.shape[-1]), lse
 
@@ -265,7 +263,6 @@ def fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tens
 def fake_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Tensors like the gradients."""
     dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return empty_like(q), empty_like(k), empty_like(v), dsinks
 
@@ -284,7 +281,7 @@ def _differentiate(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]
 
 
 def refuse_again(ctx: Any, *gradients: Tensor) -> Never:
-    """Raise: the gradient has none itself."""
+    """Raise: there is no second derivative."""
     raise UnsupportedError("ring_attention is differentiated once; its gradient has no backward pass of its own")
 
 
@@ -293,16 +290,14 @@ _backward.register_autograd(refuse_again)
 
 
 def group_of(name: str) -> dist.ProcessGroup | None:
-    """The group of that name, None for none: an operator's arguments are plain values; torch's own functional
-    collectives look it up alike.
-    """
+    """Return the group by name, None for an empty one: an operator takes only plain values."""
     return c10d._resolve_process_group(name) if name else None  # pyright: ignore
 
 
 def _prepare(
     what: str, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, spec: AttentionSpec
 ) -> tuple[Ring, Ulysses | None]:
-    """This rank's part in a pass on which all ranks agree."""
+    """Return this rank's part in a pass, after all ranks agree on it."""
     group = group_of(spec.group)
     ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
     layout, keys = spec.layouts(q.shape[2], k.shape[2], ranks)
@@ -342,7 +337,7 @@ def assemble(
     *,
     is_backward: bool,
 ) -> tuple[Ring, Ulysses | None]:
-    """The ring of one rank and, when the route has groups, its trade within them."""
+    """Return the ring of one rank and, if the route has groups, its trade within them."""
     route = Route.parse(spec.route, ranks)
     if is_backward:
         route = route.backward

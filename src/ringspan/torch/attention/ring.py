@@ -1,10 +1,10 @@
-"""The only ring loop. Layouts, masks and routes are data in the schedule; this carries it out.
+"""The only ring loop; the schedule supplies layouts, masks and routes as data.
 
-At each hop: post the exchange of the blocks that follow, compute on the block that is here. Blocks are keys and values,
-or on the route ``pass-q`` queries, whose partials are sent to the owner as soon as they are computed. On the route
-``ring`` a rank holds at most two key/value blocks of others and a copy of what it sends, and in backward two gradient
-blocks; of one group of heads at a time, so that the last gradients of a group reach their owner while the next one
-computes. B batch, H query heads, G key/value heads, T local tokens, D head size, E value head size.
+Each hop posts the exchange of the next blocks, then computes on the current one. Blocks are keys and values, or on
+the route ``pass-q`` queries, whose partials go to the owner at once. On the route ``ring`` a rank holds at most two
+foreign key/value blocks and a copy of what it sends, and in backward two gradient blocks, each for one head group at a
+time, so that a group's last gradients travel while the next group computes.
+B batch, H query heads, G key/value heads, T local tokens, D head size, E value head size.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,13 +33,13 @@ from ringspan.torch.transport.protocol import Transport
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Partials and gradients add up in float32, or in float64 when the inputs are float64."""
+    """Return the dtype in which partials and gradients add up: float32, or float64 for float64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def empty_like(x: Tensor, size: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """How the operator stores a result for ``x``, with its head size and dtype unless told others: always in rows,
-    which kernels rely on that add in place, and with the order of dimensions of ``x`` where that is in rows too.
+    """Allocate a result like ``x``: always in rows, which in-place kernels need, and in x's dimension order if
+    possible.
     """
     size = x.shape[-1] if size is None else size
     if size == x.shape[-1] and is_in_rows(x):
@@ -49,10 +49,10 @@ def empty_like(x: Tensor, size: int | None = None, dtype: torch.dtype | None = N
 
 @dataclass(frozen=True)
 class Ring:
-    """One rank's part in one attention: its schedule, its communication, the scores, and how many heads at a time.
+    """One rank's part in an attention: schedule, communication, scores and number of heads at a time.
 
-    ``positions`` are those of each rank's queries and of each rank's keys, where ``scores`` needs them. ``spec`` is of
-    the whole attention, of which this may be what one member of a Ulysses group does.
+    ``positions`` are each rank's query and key positions, where ``scores`` needs them; ``spec`` is of the whole
+    attention.
     """
 
     schedule: Schedule
@@ -63,8 +63,8 @@ class Ring:
     positions: tuple[Callable[[int], Tensor], Callable[[int], Tensor]] | None = None
 
     def heads(self, q: Tensor, k: Tensor) -> Iterator[tuple[int, slice, slice]]:
-        """Number, query heads and key/value heads of each group; a key/value head stays with the queries that share
-        it.
+        """Return the number, query heads and key/value heads of the groups; sharing queries stay with their key/value
+        head.
         """
         for number in range(self.head_groups):
             heads, kv_heads = (
@@ -74,7 +74,7 @@ class Ring:
             yield number, heads, kv_heads
 
     def scores_of(self, launch: KernelLaunch, owner: int, heads: slice) -> Scores:
-        """What scores are in a launch."""
+        """Return the scores of a launch."""
         if self.positions is None:
             return self.scores
         queries, keys = self.positions
@@ -87,12 +87,11 @@ class Ring:
         )
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which gradients are sent."""
         return torch.bfloat16 if self.spec.gradient_comm_dtype == "bfloat16" else accumulation_dtype(dtype)
 
 
 def num_head_groups(q: Tensor, k: Tensor, schedule: Schedule, blocks: int = 2) -> int:
-    """How many groups of heads to go through one after the other (``core.choice.head_groups``)."""
+    """Return the number of head groups to process in turn (``core.choice.head_groups``)."""
     on_cpu = rules_of(q.device).cuts_for_cores
     return head_groups(
         q.shape[0] * q.shape[1],
@@ -106,22 +105,20 @@ def num_head_groups(q: Tensor, k: Tensor, schedule: Schedule, blocks: int = 2) -
 
 
 class _Coming(NamedTuple):
-    """A block in transit to this rank; without a message where it holds nothing."""
+    """A block in transit to this rank; without a message if it is empty."""
 
     spec: PackedSpec
     transfer: Transfer
     receive: PendingReceive | None
 
     def wait(self) -> Block:
-        """The block, when everything of its transfer has arrived and been sent."""
+        """Wait for the whole transfer and return the block."""
         self.transfer.wait()
         return self.spec.empty() if self.receive is None else self.spec.on(self.receive.read())
 
 
 def hops_and_blocks(ring: Ring, number: int, own: Block) -> Iterator[tuple[Hop, Block]]:
-    """Each hop with the block that is here for it; while the caller computes, the blocks that follow are in
-    transit.
-    """
+    """Yield each hop with its block, while the following blocks are in transit."""
     hops = ring.schedule.hops
     under_way: dict[int, _Coming] = {}
     for hop in hops:
@@ -157,7 +154,7 @@ def hops_and_blocks(ring: Ring, number: int, own: Block) -> Iterator[tuple[Hop, 
 def _post(
     ring: Ring, sends: Sequence[tuple[int, Block]], receives: Sequence[tuple[int, PackedSpec]], message: int
 ) -> list[_Coming]:
-    """Start sending packed blocks and receiving others; blocks that hold nothing are no messages."""
+    """Start sending packed blocks and receiving others; empty blocks are no messages."""
     transfer, pending = ring.exchange.post(
         [(peer, block.buffer) for peer, block in sends if block.buffer is not None and block.ranges],
         [(peer, spec.buffer_spec) for peer, spec in receives if spec.ranges],
@@ -168,10 +165,10 @@ def _post(
 
 
 def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The local queries' part of ``softmax(scale q k^T where allowed) v`` over all keys of the ring.
+    """Compute the local rows of ``softmax(scale q k^T where allowed) v`` over all keys of the ring.
 
-    Shapes: q (B, H, T, D), k (B, G, T', D), v (B, G, T', E), sinks (H,) -> out (B, H, T, E) in q's dtype, lse (B, H, T)
-    in float32, of the sinks too.
+    q (B, H, T, D), k (B, G, T', D), v (B, G, T', E), sinks (H,) -> out (B, H, T, E) in q's dtype, lse (B, H, T)
+    float32.
     """
     dtype = accumulation_dtype(q.dtype)
     out = empty_like(q, v.shape[-1])
@@ -225,10 +222,10 @@ def backward(
     *,
     kv_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq, dk and dv of the local tokens, from the GLOBAL out and lse. Gradients add up in float32 and are sent so.
+    """Compute local dq, dk and dv from the GLOBAL out and lse; gradients add up and travel in float32.
 
-    A block's dk and dv follow it one hop behind; each part is sent to its owner by the last rank that adds to it. They
-    are returned in ``kv_dtype``, that of the keys when None.
+    A block's dk and dv follow it one hop behind; the last rank that adds to a part sends it to the owner. They are
+    returned in ``kv_dtype``, the keys' dtype when None.
     """
     dq, dk, dv = empty_like(q), *(empty_like(x, dtype=kv_dtype) for x in (k, v))
     serving = kernels.serving(ring.spec.kernel, q, v, ring.scores)
@@ -246,7 +243,7 @@ def backward(
 
 
 def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
-    """The local rows' part of the sinks' gradient: ``-sum(exp(sink - lse) sum(dout * out))``. Shape (H,)."""
+    """Return the local ``-sum(exp(sink - lse) sum(dout * out))``, of shape (H,)."""
     delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     delta = delta.masked_fill_((out == 0).all(-1), 0)  # rows without keys: padding, whose dout may be anything
     base = lse.masked_fill(lse == -torch.inf, 0)  # a row without keys whose sink is -inf has no share to give
@@ -264,10 +261,9 @@ def _backward_of_heads(
     gradients: tuple[Tensor, Tensor, Tensor],
     unfinished: list[Callable[[], None]],
 ) -> Callable[[], None]:
-    """Fill dq of some heads, and return a call that waits for what other ranks send back and fills dk and dv.
+    """Fill dq of some heads; return a call that awaits other ranks' contributions and fills dk and dv.
 
-    ``unfinished`` is that call of the heads before, if any; it is taken out and made when the first hop has been
-    computed, so that the sums of those heads live no longer.
+    ``unfinished`` is that call for the previous heads; it runs after the first hop, which frees their sums early.
     """
     dout, q, out, lse = queries
     hops, dtype = ring.schedule.hops, accumulation_dtype(q.dtype)
@@ -327,7 +323,7 @@ def _backward_of_heads(
 
 
 def _collect(coming: list[_Coming], total: GradientBlock | PartialBlock) -> None:
-    """Wait for gradients or partials that other ranks send to their owner, this rank, and add them."""
+    """Wait for gradients or partials from other ranks and add them."""
     while coming:
         total.add_block(coming.pop(0).wait())
 

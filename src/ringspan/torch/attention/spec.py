@@ -1,7 +1,7 @@
-"""What an attention is asked for besides its tensors, as one value: how the operator's one text argument is made.
+"""Non-tensor arguments of an attention, as the text argument of the operator.
 
-An operator of torch takes plain values. Text is one of them, traces as a constant, and is read once for each that
-differs. Lengths are not part of it, since they would make every length another constant: padding is.
+torch operators take plain values; text is one, traces as a constant and is parsed once per value. It holds padding
+instead of lengths, which would make every length another constant.
 """
 
 from dataclasses import dataclass, fields
@@ -16,14 +16,12 @@ _NUMBERS: Final = {"scale": float, "softcap": float, "padding": int, "key_paddin
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """One attention on the ring, but for its tensors and their slopes and sinks; ``ring_attention`` says what each
-    field does, and has checked them.
+    """Attention on the ring but for tensors, slopes and sinks; ``ring_attention`` explains and checks the fields.
 
-    ``str(spec)`` is text that ``AttentionSpec.parse`` reads back, the same for equal specs.
+    ``AttentionSpec.parse`` reads ``str(spec)`` back; equal specs have equal text.
     """
 
     scale: float
-    """Factor on the scores."""
     softcap: float = 0.0
     """0 for none."""
     mask: str = "causal"
@@ -31,18 +29,18 @@ class AttentionSpec:
     layout: str = "zigzag"
     """A name, or ``CustomLayout.spec``."""
     key_layout: str = ""
-    """Where the keys live if that is another ``CustomLayout.spec``."""
+    """``CustomLayout.spec`` of the keys, if it differs."""
     padding: int = 0
-    """Positions at the end of the padded sequence of queries that are no tokens."""
+    """Non-token positions at the end of the padded queries."""
     key_padding: int = 0
-    """The same of the keys' sequence."""
+    """Non-token positions at the end of the padded keys."""
     route: str = "ring"
-    """Any but ``auto``."""
+    """Never ``auto``."""
     comm_dtype: CommDtypeName = "exact"
     gradient_comm_dtype: GradientCommDtypeName = "exact"
     kernel: KernelName = "auto"
     group: str = ""
-    """Name of the process group, as torch's functional collectives have it; empty for a single process."""
+    """Name of the process group in torch's functional collectives; empty for a single process."""
 
     def __str__(self) -> str:
         # No loop over the fields: torch.compile traces this.
@@ -56,13 +54,13 @@ class AttentionSpec:
     @staticmethod
     @lru_cache(maxsize=256)
     def parse(text: str) -> "AttentionSpec":
-        """Read what ``str`` has written."""
+        """Parse the text of ``str``."""
         # No value but the last one, the group's name, has blanks.
         parts = (part.partition("=") for part in text.split(" ", len(fields(AttentionSpec)) - 1))
         return AttentionSpec(**{name: _NUMBERS.get(name, str)(value) for name, _, value in parts})
 
     def layouts(self, tokens: int, key_tokens: int, ranks: int) -> tuple[Layout, Layout]:
-        """Where queries and keys live, of which each rank has so many."""
+        """Return the layouts of queries and keys, given the local lengths."""
         if self.layout.startswith("custom:"):
             return CustomLayout.parse(self.layout), CustomLayout.parse(self.key_layout or self.layout)
         return (
@@ -72,6 +70,6 @@ class AttentionSpec:
 
 
 def padding_of(layout: Layout) -> int:
-    """Positions at the end of a layout's padded sequence that are no tokens."""
+    """Return the number of non-token positions at the end of a layout's padded sequence."""
     # Asked this way, a compiled graph is for all lengths without padding, and not for one.
     return 0 if layout.length % layout.granularity == 0 else layout.padded_length - layout.length

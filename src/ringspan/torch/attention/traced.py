@@ -1,9 +1,7 @@
-"""A layer's attention as one operator, for layers that torch.compile makes programs of.
+"""A layer's attention as one operator, for layers under torch.compile.
 
-``ring_attention`` looks at lengths, masks and routes before it calls its operator, whose text has them: constants, to
-a program. Here all of that happens when the operator runs, so that one program serves sequences and packed documents
-of any length.
-
+``ring_attention`` puts lengths, masks and routes into its operator's text: constants to a program. Here that happens
+when the operator runs, so that one program serves sequences and packed documents of any length.
 B batch, H query heads, T local tokens, D head dim.
 """
 
@@ -43,12 +41,11 @@ def layer_attention(
     comm_dtype: CommDtypeName,
     kernel: KernelName,
 ) -> Tensor:
-    """``ring_attention`` with the mask that ``mask_of`` gives for each sequence.
+    """Compute ``ring_attention`` with each sequence's mask from ``mask_of``.
 
     Args:
         q, k, v: as of ``ring_attention``, (B, H, T, D).
-        lengths: of the documents of each sequence (B, most documents), 0 behind the last one; None where each sequence
-            is one.
+        lengths: document lengths (B, most documents), 0 behind the last one; None if each sequence is one document.
         window, chunk: as of ``mask_of``.
         layout, group, scale, softcap, sinks, route, comm_dtype, kernel: as of ``ring_attention``.
 
@@ -77,13 +74,13 @@ def mask_of(
     chunk: int | None,
     blocks: tuple[tuple[int, int], ...] = (),
 ) -> Mask:
-    """Whom the queries of a sequence see.
+    """Return the mask of a sequence.
 
     Args:
-        length: of the sequence, where it is one document.
-        lengths: of its documents, of which none sees another one.
-        window: keys that a query sees, its own the last; all before it when None.
-        chunk: tokens of a piece of a document that no query looks out of; the whole document when None.
+        length: of a sequence that is one document.
+        lengths: of its documents, which do not see each other.
+        window: number of keys that a query sees, ending at its own; all when None.
+        chunk: tokens of a document piece that no query sees beyond; the whole document when None.
         blocks: runs [start, stop) of tokens, each in one document, that see the later ones of their run too.
     """
     if blocks:
@@ -152,7 +149,7 @@ def _attentions(
     chunk: int | None,
     spec: str,
 ) -> Iterator[tuple[slice, str]]:
-    """The sequences that are alike, and what the ring's operator is asked for them."""
+    """Yield the sequences with equal masks, and the operator's arguments for them."""
     asked = AttentionSpec.parse(spec)
     group = op.group_of(asked.group)
     length = q.shape[2] * (1 if group is None else dist.get_world_size(group))
@@ -184,7 +181,7 @@ def _attentions(
 
 
 def _joined(parts: list[tuple[slice, tuple[Tensor, ...]]], whole: Any) -> Any:
-    """The results of some sequences each, in tensors of all, whose strides a program has been told."""
+    """Join the results of groups of sequences, with the strides that a program expects."""
     for rows, part in parts:
         for each, of_all in zip(part, whole, strict=True):
             of_all[rows] = each

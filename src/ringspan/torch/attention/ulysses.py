@@ -1,6 +1,6 @@
-"""Trade tokens for heads: ranks of a group give each other their tokens of some heads, so that each has all of the
-group's tokens of its own heads (DeepSpeed Ulysses, Jacobs et al. 2023; between groups a ring, USP, Fang and Zhao 2024).
+"""Exchange of tokens for heads within a group, so that each rank has all of the group's tokens of its own heads.
 
+DeepSpeed Ulysses (Jacobs et al. 2023); with a ring between groups USP (Fang and Zhao 2024).
 U members a group, B batch, H query heads, G key/value heads, T local tokens, D head size.
 """
 
@@ -22,7 +22,7 @@ _TO_HEADS, _TO_TOKENS = 0, 1  # message numbers
 
 
 class _Trade(NamedTuple):
-    """A tensor (B, heads, tokens, size), the heads of it that each member has, and the layout of its tokens."""
+    """A tensor (B, heads, tokens, size), each member's heads of it, and the layout of its tokens."""
 
     tensor: Tensor
     heads: Sequence[slice]
@@ -31,7 +31,7 @@ class _Trade(NamedTuple):
 
 @dataclass(frozen=True)
 class Ulysses:
-    """One member's side of the trade. ``layout`` and ``key_layout`` are those of the groups, see ``Layout.grouped``."""
+    """One member's side of the trade; ``layout`` and ``key_layout`` are the groups' (``Layout.grouped``)."""
 
     member: int
     shares: tuple[Heads, ...]
@@ -46,7 +46,7 @@ class Ulysses:
     def forward(
         self, ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """``ring.forward`` on the heads of this member; results as they came, (B, H, T, ...)."""
+        """Run ``ring.forward`` on this member's heads; results as they came, (B, H, T, ...)."""
         q_, k_, v_ = self._to_heads(self._queries(q), self._keys(k), self._keys(v))
         out, lse = rings.forward(ring, q_, k_, v_, None if sinks is None else sinks[self.mine.queries])
         # out and lse are traded together: one round of messages, not two.
@@ -57,7 +57,7 @@ class Ulysses:
     def backward(
         self, ring: Ring, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """``ring.backward`` on the heads of this member. What forward traded is traded again rather than kept."""
+        """Run ``ring.backward`` on this member's heads, trading forward's inputs again rather than keeping them."""
         queries = [self._queries(x) for x in (dout, q, out, lse.unsqueeze(-1))]
         dout_, q_, out_, lse_, k_, v_ = self._to_heads(*queries, self._keys(k), self._keys(v))
         is_shared = len({share.keys.start for share in self.shares}) < len(self.shares)
@@ -81,7 +81,7 @@ class Ulysses:
         return [member for member in range(len(self.shares)) if member != self.member]
 
     def _to_heads(self, *trades: _Trade) -> list[Tensor]:
-        """(B, heads, T, size) of the local tokens -> (B, my heads, U T, size) of the group's tokens."""
+        """Trade (B, heads, T, size) of local tokens for (B, my heads, U T, size) of the group's."""
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, TensorSpec]] = []
         results: list[Tensor] = []
@@ -105,17 +105,14 @@ class Ulysses:
     def _trade(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, TensorSpec]], message: int
     ) -> Iterator[tuple[int, Tensor]]:
-        """Each received tensor with the member that sent it."""
+        """Yield each received tensor with its sender."""
         transfer, pending = self.exchange.post(sends, receives, message)
         transfer.wait()
         for (member, _), receive in zip(receives, pending, strict=True):
             yield member, receive.read()
 
     def _to_tokens(self, tensors: Sequence[Tensor], into: Sequence[_Trade]) -> None:
-        """(B, my heads, U T, size) of the group's tokens -> (B, heads, T, size) of the local tokens.
-
-        A head that several members computed gets the sum of what they made of it, in the dtype of ``tensors``.
-        """
+        """Trade (B, my heads, U T, size) back for (B, heads, T, size); sum shared heads in the dtype of ``tensors``."""
         sends: list[tuple[int, Tensor]] = []
         receives: list[tuple[int, TensorSpec]] = []
         for tensor, (result, heads, layout) in zip(tensors, into, strict=True):
@@ -135,12 +132,12 @@ class Ulysses:
 
 
 def _place(group: Tensor, part: Tensor, places: Sequence[slice]) -> None:
-    """Put one member's tokens where they are in its group's storage."""
+    """Write one member's tokens to their places in its group's storage."""
     each = part.shape[2] // len(places)
     for number, place in enumerate(places):
         group[:, :, place] = part[:, :, number * each : (number + 1) * each]
 
 
 def _take(group: Tensor, places: Sequence[slice]) -> Tensor:
-    """One member's tokens out of its group's storage, contiguous."""
+    """Return one member's tokens from its group's storage, contiguous."""
     return torch.cat([group[:, :, place] for place in places], dim=2).contiguous()

@@ -1,1 +1,1 @@
-"""Whether all ranks do the same, with the same, and who is missing when one does not come."""
+"""Checks that all ranks do the same with the same inputs, and a watchdog for missing ranks."""

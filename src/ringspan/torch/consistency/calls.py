@@ -1,7 +1,7 @@
-"""Whether all ranks of a mesh make the same call with the same things: one small reduction at the beginning of each.
+"""Check that all ranks of a mesh make the same call with the same arguments, by one small reduction per call.
 
-It is the first thing that a rank sends in a forward pass, in saving and in ``parallelize``, whatever the call is and
-whatever the rank remembers, so that ranks in different calls meet there and learn of each other.
+It is the first message of a forward pass, of saving and of ``parallelize``, whatever a rank remembers, so that ranks
+in different calls meet there and learn of each other.
 """
 
 import hashlib
@@ -34,15 +34,15 @@ _REMEDIES: Final = {
 
 @dataclass(frozen=True)
 class Call:
-    """What one rank is about to do together with the others.
+    """One rank's part of a collective call.
 
     Args:
-        name: what it does, as a user would say it.
-        alike: what all ranks of the mesh must have been given alike, by name.
-        alike_in_ring: what the ranks of one ring must have, which replicas have each for themselves.
-        targets: a number of this ring's local part, to be summed over all.
-        error: what this rank found wrong; all ranks then raise it.
-        said: what ranks may have otherwise, of which ``hear_all`` lets all hear.
+        name: user-facing name.
+        alike: facts that must be equal on all ranks, by name.
+        alike_in_ring: facts that must be equal within a ring.
+        targets: local number, to be summed over all ranks.
+        error: this rank's error, which all ranks then raise.
+        said: words that may differ between ranks, for ``hear_all``.
     """
 
     name: str
@@ -55,9 +55,7 @@ class Call:
 
 @contextmanager
 def preparing(mesh: DeviceMesh, name: str, *, between_replicas: bool = True) -> Iterator[None]:
-    """While this rank prepares a call of that name, or runs code of the user's between calls: what it raises, the
-    others hear of when they come to their next one, unless all have raised together or are in the middle of one.
-    """
+    """Guard preparations and user code: others hear of an error at their next call, unless all raised or compute."""
     try:
         yield
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
@@ -68,7 +66,7 @@ def preparing(mesh: DeviceMesh, name: str, *, between_replicas: bool = True) -> 
 
 @contextmanager
 def exchanging() -> Iterator[None]:
-    """While ranks compute together: where one raises, the others wait for another message than ``preparing`` sends."""
+    """Guard joint computation, in which the others wait for another message than ``preparing`` sends."""
     try:
         yield
     except Exception as error:
@@ -78,8 +76,7 @@ def exchanging() -> Iterator[None]:
 
 @torch.compiler.disable()
 def check_call(mesh: DeviceMesh, call: Call, *, between_replicas: bool = True) -> int:
-    """Make sure that all ranks make the same call alike; the sum of their targets. Without ``between_replicas`` those
-    of one replica, which others may make more or less often.
+    """Check that all ranks make the same call and return the sum of their targets; or only one replica's ranks.
 
     Raises:
         PeerMismatch: they do not: on every rank, naming what differs and which rank has what.
@@ -90,14 +87,12 @@ def check_call(mesh: DeviceMesh, call: Call, *, between_replicas: bool = True) -
 
 @torch.compiler.disable()
 def hear_all(mesh: DeviceMesh, call: Call, *, between_replicas: bool = True) -> list[Any]:
-    """``check_call`` of ranks that may say different things: what each has ``said``, by rank; one of them where all are
-    alike. It costs what ``check_call`` does where they are.
-    """
+    """Return what each rank has ``said``, by rank (a single entry if all are alike), at the cost of ``check_call``."""
     return [one.call.said for one in _meet(mesh, call, between_replicas=between_replicas)[1]] or [call.said]
 
 
 def _meet(mesh: DeviceMesh, call: Call, *, between_replicas: bool) -> tuple[int, list["_Told"]]:
-    """The sum of targets, and what each rank has told where they are not alike."""
+    """Return the sum of targets and, if ranks differ, what each has told."""
     names, everywhere, in_ring = (_words(thing) for thing in (call.name, (call.alike, call.said), call.alike_in_ring))
     # The first number counts the ranks that have come, so sizes of meshes need not be known.
     mine = [1, int(call.error is None), call.targets, *_with_squares(names + everywhere + in_ring)]
@@ -121,7 +116,7 @@ def _meet(mesh: DeviceMesh, call: Call, *, between_replicas: bool) -> tuple[int,
 
 
 def _sum(mesh: DeviceMesh, axis: str, numbers: list[int]) -> list[int]:
-    """The numbers added up over the ranks of one axis."""
+    """Add numbers up over the ranks of one axis."""
     names = mesh.mesh_dim_names or ()
     if axis not in names or mesh.size(names.index(axis)) == 1:
         return numbers
@@ -140,12 +135,12 @@ def _with_squares(words: list[int]) -> list[int]:
 
 
 def _are_alike(ranks: int, sums: list[int]) -> bool:
-    """Whether so many ranks had the same words: only then is ``n sum(w^2) = sum(w)^2`` (Cauchy and Schwarz)."""
+    """Return whether all ranks had equal words: only then is ``n sum(w^2) = sum(w)^2`` (Cauchy and Schwarz)."""
     return all(ranks * squares == total * total for total, squares in zip(sums[::2], sums[1::2], strict=True))
 
 
 class _Told(NamedTuple):
-    """What a rank says when not all is well."""
+    """A rank's report when ranks differ or one has an error."""
 
     rank: int
     replica: int
@@ -153,7 +148,7 @@ class _Told(NamedTuple):
 
 
 def _tell(mesh: DeviceMesh, call: Call, axes: list[str]) -> list[_Told]:
-    """What each rank of some axes has to say, by rank."""
+    """Gather every rank's report over some axes."""
     replica = mesh["replicate"].get_local_rank()
     # Only now, when something is wrong, do whole values travel: an ordinary call costs a few numbers.
     told = Call(call.name, call.alike, call.alike_in_ring, 0, _portable(call.error), call.said)
@@ -161,7 +156,7 @@ def _tell(mesh: DeviceMesh, call: Call, axes: list[str]) -> list[_Told]:
 
 
 def _wrong(told: list[_Told], call: Call) -> Exception | None:
-    """What is to be raised on every rank alike, if anything is."""
+    """Return the error to raise on every rank alike, or None."""
     # First of all: a rank that has failed comes to no other call.
     if failed := [one.call.error for one in told if one.call.error is not None]:
         return call.error or failed[0]
@@ -187,7 +182,7 @@ def _differences(told: list[_Told], *, of_ring: bool = False, replicate: int = 1
 
 
 def _by_rank(values: Iterator[tuple[int, Any]]) -> str:
-    """Each value with the ranks that have it, most of them first: thousands of ranks in one line."""
+    """List each value with its ranks, most frequent first: thousands of ranks in one line."""
     ranks: dict[Any, list[int]] = {}
     for rank, value in values:
         ranks.setdefault(value, []).append(rank)
@@ -200,7 +195,7 @@ def _ranks(those: list[int]) -> str:
 
 
 def _portable(error: Exception | None) -> Exception | None:
-    """The error as another rank raises it: ours as it is, others by their name."""
+    """Return the error as another rank raises it: ours unchanged, others by name."""
     if error is None:
         return None
     if isinstance(error, RingspanError):

@@ -1,7 +1,7 @@
-"""What can no longer change once a model's weights are split over ranks.
+"""Refusal of changes to a model whose weights are split over ranks.
 
-FSDP2 holds the parameters that it found: one that comes later is neither split nor has a gradient summed over ranks,
-and one whose type changes no longer is what it was split for.
+FSDP2 only handles the parameters that it found: a later one is neither split nor reduced, and a changed dtype no longer
+fits the shards.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -23,28 +23,25 @@ HOOKED = (
 _COPY: Final = "copy into it instead (under torch.no_grad, parameter.copy_), or load_state_dict"
 _REPLACED: Final = f"was replaced after parallelize, and would not be used; {_COPY}"
 Structure = dict[nn.Module, dict[str, None]]
-"""The names of each module's parameters. As dicts compare, their order does not count: PEFT's LoRA of a parameter takes
-it out for a pass, and puts it back last.
-"""
+"""Parameter names of each module; dicts ignore order, which PEFT's LoRA of a parameter changes in a pass."""
 
 
 def structure_of(model: nn.Module) -> Structure:
-    """The modules that have parameters, and their names."""
+    """Return the modules that have parameters, with their names."""
     return {module: dict.fromkeys(module._parameters) for module in model.modules() if module._parameters}
 
 
 def known_parameters(model: Any) -> list[nn.Parameter]:
-    """A model's parameters in the order in which ``parallelize`` found them, each once."""
+    """Return a model's parameters in the order of ``parallelize``, each once."""
     found = (module._parameters[name] for module, names in model.ring_structure.items() for name in names)
     return [*dict.fromkeys(parameter for parameter in found if parameter is not None)]
 
 
 def check_fixed(model: Any) -> None:
-    """Make sure, in one walk over a model's modules, that it is still as ``parallelize`` left it.
+    """Check, in one walk over its modules, that a model is still as ``parallelize`` left it.
 
     Raises:
-        UnsupportedError: naming the module that came, or got parameters, after the model was split; the weight that a
-            step would not use as the user means it; or the loss function.
+        UnsupportedError: naming the new module or parameter, the changed weight, or the loss function.
     """
     if model.loss_function is not model.ring_loss_function:
         raise UnsupportedError(
@@ -86,13 +83,13 @@ def _problems(path: str, parameters: dict[str, Any], copies: set[int]) -> Iterat
 
 
 def note_data(model: nn.Module) -> None:
-    """Remember which data each parameter of a model has."""
+    """Remember the data of each parameter."""
     for parameter in model.parameters():
         _is_of_other_data(parameter)
 
 
 def note_buffers(model: Any, layers: Iterable[nn.Module]) -> None:
-    """Remember the buffers that a model's layers have, for ``keeping_buffers``. Most have none."""
+    """Remember the layers' buffers for ``keeping_buffers``. Most have none."""
     paths = {module: path for path, module in model.named_modules()}
     parts = (part for layer in layers for part in layer.modules())
     model.ring_buffers = [(f"{paths[part]}.{name}", part, name) for part in parts for name in part._buffers]
@@ -100,11 +97,10 @@ def note_buffers(model: Any, layers: Iterable[nn.Module]) -> None:
 
 @contextmanager
 def keeping_buffers(model: Any) -> Iterator[None]:
-    """While layers compute in training: their buffers stay as they are.
+    """Check that training leaves the layers' buffers unchanged.
 
     Raises:
-        UnsupportedError: a layer changed one, such as the running mean of a batch norm or the vectors of a spectral
-            norm, in place; on every rank alike.
+        UnsupportedError: a layer changed one in place (batch norm, spectral norm); on every rank alike.
     """
     if not (model.training and torch.is_grad_enabled()):
         yield
@@ -126,23 +122,21 @@ def _buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_of_other_data(parameter: Any) -> bool:
-    """Whether somebody has set ``parameter.data`` since this was first asked. A DTensor takes that without a word, and
-    keeps its shard. What swaps whole tensors (``to_empty``) takes along what was remembered.
-    """
+    """Return whether ``parameter.data`` was set since the first call, which a DTensor ignores; ``to_empty`` is fine."""
     storage = parameter.untyped_storage()._cdata
     return vars(parameter).setdefault("ring_storage", storage) != storage
 
 
 class Fixed:
-    """What a model on a ring refuses to do, by name, with what to do instead."""
+    """Operations that a model on a ring refuses, with what to do instead."""
 
     ring_structure: Structure
     ring_buffers: list[tuple[str, nn.Module, str]]
-    """What ``note_buffers`` found: path, module and name of each."""
+    """Path, module and name of each buffer (``note_buffers``)."""
 
     @property
     def _ddp_params_and_buffers_to_ignore(self: Any) -> Never:
-        """Asked by ``DistributedDataParallel`` of what it is given, before it looks at the parameters.
+        """Refuse ``DistributedDataParallel``, which asks this before it looks at the parameters.
 
         Raises:
             UnsupportedError: always.
@@ -153,9 +147,7 @@ class Fixed:
         )
 
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """What ``to``, ``half``, ``cuda`` and their like go through: nothing that changes types or devices, except
-        that a model on the meta device gets memory.
-        """
+        """Refuse ``to``, ``half``, ``cuda``, ... if they change dtypes or devices, except off the meta device."""
         for probe in _one_of_each(self):
             changed = fn(probe)
             if changed.dtype != probe.dtype:
@@ -170,14 +162,14 @@ class Fixed:
         return super()._apply(fn, recurse)  # pyright: ignore[reportAttributeAccessIssue]
 
     def share_memory(self: Any) -> Never:
-        """Raise ``UnsupportedError``: a shard's memory is where FSDP put it, and moving it would end the process."""
+        """Raise ``UnsupportedError``: moving FSDP's shards would end the process."""
         raise UnsupportedError(
             f"{class_name(self)} is on a ring, and its shards stay in the memory of their process; call share_memory "
             "before parallelize, or give other processes what save_pretrained writes"
         )
 
     def __reduce_ex__(self: Any, protocol: Any) -> Never:
-        """Raise ``UnsupportedError`` in place of ``pickle.dumps`` and ``torch.save`` of a model on a ring."""
+        """Raise ``UnsupportedError`` for ``pickle.dumps`` and ``torch.save`` of a model on a ring."""
         raise UnsupportedError(
             f"{class_name(self)} is on a ring and cannot be pickled; save_pretrained writes the model, torch.save of "
             "model.state_dict() its shards"
@@ -211,7 +203,7 @@ class Fixed:
 
 
 def refuse_copy(model: Any, memo: Any) -> Never:
-    """Raise ``UnsupportedError`` in place of ``copy.deepcopy`` of a model on a ring."""
+    """Raise ``UnsupportedError`` for ``copy.deepcopy`` of a model on a ring."""
     raise UnsupportedError(
         f"{class_name(model)} is on a ring and cannot be copied; build it again and parallelize that, or "
         "save_pretrained"
@@ -219,6 +211,6 @@ def refuse_copy(model: Any, memo: Any) -> Never:
 
 
 def _one_of_each(model: nn.Module) -> list[Tensor]:
-    """An empty tensor for each type and device of parameters."""
+    """Return an empty tensor for each dtype and device of parameters."""
     kinds = {(p.dtype, p.device) for p in map(local_part, model.parameters())}
     return [torch.empty(0, dtype=dtype, device=device) for dtype, device in kinds]

@@ -1,5 +1,4 @@
-"""What every forward pass begins with: what is wrong with this rank's part of a batch, and whether all ranks were given
-the same.
+"""Checks at the start of a forward pass: this rank's batch is valid, and all ranks were given the same.
 
 B batch, T local tokens.
 """
@@ -33,8 +32,8 @@ _DIGESTS: Final = ("input_ids", "labels", "position_ids", "attention_mask", "ima
 
 @contextmanager
 def in_pass(model: Any, name: str) -> Iterator[None]:
-    """While a model on a ring is called, whatever an earlier call left behind; without gradients in inference mode, in
-    which FSDP would gather weights that the steps to come could not differentiate.
+    """Guard a model's call; inference mode becomes no_grad, since later steps could not differentiate its gathered
+    weights.
     """
     with ExitStack() as modes:
         if torch.is_inference_mode_enabled():
@@ -48,7 +47,7 @@ def in_pass(model: Any, name: str) -> Iterator[None]:
 
 @contextmanager
 def recovering(model: Any) -> Iterator[None]:
-    """While it computes: its buffers stay what they are, and after an exception its shards are what they were."""
+    """Guard computation: keep buffers unchanged, and restore the shards after an exception."""
     try:
         with exchanging(), keeping_buffers(model):
             yield
@@ -61,10 +60,11 @@ def recovering(model: Any) -> Iterator[None]:
 def check_forward(
     model: Any, bind: Callable[[], BoundArguments], check_others: Callable[[dict[str, Any]], Any], name: str
 ) -> dict[str, Any]:
-    """The arguments of a forward pass, with the targets of the whole batch and its length where they were not given.
+    """Return the arguments of a forward pass, completed by the batch's targets and length.
 
-    ``bind`` gives the arguments their names, ``check_others`` raises what is wrong with those that ``forward`` does not
-    name. ``name`` is what the pass is called in errors; ranks whose passes have other names raise.
+    ``bind`` names the arguments, ``check_others`` checks those that ``forward`` does not name. ``name`` is the pass's
+    name
+    in errors and must be equal on all ranks.
 
     Raises:
         PeerMismatch: the ranks were given different things; on every rank.
@@ -96,7 +96,7 @@ def check_forward(
 
 
 def _facts(model: Any, arguments: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
-    """What all ranks must have alike."""
+    """Return facts that must be equal on all ranks."""
     number = arguments.get("num_items_in_batch")
     return pass_facts(model) | {
         "labels": arguments.get("shift_labels") is not None,
@@ -107,7 +107,7 @@ def _facts(model: Any, arguments: dict[str, Any], others: dict[str, Any]) -> dic
 
 
 def pass_facts(model: Any) -> dict[str, Any]:
-    """What all ranks must have alike of a model, whatever it is called with."""
+    """Return facts of a model that must be equal on all ranks, whatever its arguments."""
     kind = model.ring_mesh.device_type
     facts: dict[str, Any] = {
         "model": model.ring_number,
@@ -124,7 +124,7 @@ def pass_facts(model: Any) -> dict[str, Any]:
 
 
 def _facts_of_ring(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What the ranks of one ring must have alike."""
+    """Return facts that must be equal within one ring."""
     batch_size, length = arguments["input_ids"].shape
     digest, longest = arguments.get("batch_digest"), arguments.get("sequence_length")
     digests = () if digest is None else digest.tolist()
@@ -139,7 +139,7 @@ def _facts_of_ring(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _whole_number(number: Any) -> int:
-    """``num_items_in_batch`` as the whole number that it must be, of whatever library."""
+    """Convert ``num_items_in_batch``, of any library, to a whole number."""
     if isinstance(number, Tensor) and number.numel() == 1:
         number = number.item()
     return integer(number, "num_items_in_batch", UnsupportedError, at_least=0)
@@ -157,7 +157,7 @@ def _check_batch(
     media: Any = None,
     **_: Any,
 ) -> None:
-    """Raise what is wrong with the part of a batch that this rank has."""
+    """Raise for an invalid part of a batch on this rank."""
     if input_ids is None or position_ids is None:
         raise UnsupportedError("input_ids and position_ids are needed; make the batch with rs.shard_batch")
     if real_tokens is not None and real_tokens.shape != input_ids.shape:
@@ -188,11 +188,10 @@ def _check_batch(
 def _check_layout(
     positions: Tensor, digest: Tensor | None, split: BatchLayout, rank: int, counted: Sequence[Tensor | None]
 ) -> None:
-    """The batch must have been split by the layout of the model: another one would be silently wrong.
+    """Check that the batch was split by the model's layout; another one would be silently wrong.
 
-    Positions count within documents of one of the ``counted`` lengths, None for whole rows. Where documents are of one
-    length two layouts may have the same: what ``shard_batch`` returned says more. A batch that somebody else has split
-    has no such digest.
+    Positions within documents of the ``counted`` lengths (None: whole rows) may fit two layouts; the digest of
+    ``shard_batch`` decides, if there is one.
     """
     layout = split.shared
     name = "balanced" if layout.name == "custom" else layout.name
@@ -208,7 +207,7 @@ def _check_layout(
 
 
 def _check_skipped(token: int, input_ids: Tensor, is_real: Tensor) -> None:
-    """A pad token inside of a text moves all positions behind it, on whatever ranks they are."""
+    """Raise for a pad token inside a text, which moves all positions behind it, on whatever ranks."""
     if bool(((input_ids == token) & is_real).any()):
         raise UnsupportedError(
             f"input_ids has the pad token {token} where no padding is marked: this model skips it when it counts "
@@ -218,6 +217,6 @@ def _check_skipped(token: int, input_ids: Tensor, is_real: Tensor) -> None:
 
 
 def check_entries(name: str, numbers: Tensor, vocabulary: int) -> None:
-    """Raise an UnsupportedError for ids that a vocabulary of this size does not have."""
+    """Raise an UnsupportedError for ids outside of the vocabulary."""
     if not bool(((numbers >= 0) & (numbers < vocabulary)).all()):
         raise UnsupportedError(f"{name} has numbers outside of the vocabulary, 0 to {vocabulary - 1}")

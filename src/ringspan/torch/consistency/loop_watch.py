@@ -1,7 +1,7 @@
-"""The watchdog of a user's own loop: a rank that ends, dies or stays away while others wait for it is named.
+"""Watchdog of a user's own loop, which names a rank that ends, dies or stays away while others wait.
 
-Between two calls a loop may take as long as it likes. What waits in a call, or in a backward pass, does so as long as
-the process group allows; a little before that, all ranks learn who is missing, and end.
+A loop may take any time between two calls. A wait in a call or backward pass lasts as long as the process group
+allows; a little before that, all ranks learn who is missing, and end.
 """
 
 import atexit
@@ -27,7 +27,7 @@ _LEAVING_SECONDS: Final = 5.0  # that a call waits for a rank whose process has 
 
 @dataclass(frozen=True)
 class _Settings:
-    """Nothing is a step of known length here; a rank may be silent as long as others may wait for it."""
+    """Settings without steps of known length: a rank may be silent as long as others may wait for it."""
 
     silence_seconds: float
     enabled: bool = True
@@ -37,7 +37,7 @@ class _Settings:
 
 
 class LoopWatch:
-    """What this rank's main thread tells the watchdog: in which call it is, and when it has left it."""
+    """This rank's current call, as its main thread tells the watchdog."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         # Before the process group's own time-out, which would end the ranks without saying who is missing.
@@ -51,7 +51,7 @@ class LoopWatch:
 
     @contextmanager
     def call(self, name: str, *, is_pass: bool) -> Iterator[None]:
-        """While this rank waits for the others in a call."""
+        """Mark a call in which this rank waits for others."""
         self._num_passes += is_pass
         self._watchdog.be(self._num_passes, name, self.patience_seconds)
         try:
@@ -63,7 +63,7 @@ class LoopWatch:
             self._outside()
 
     def backward_of(self, loss: Tensor) -> None:
-        """Let the backward pass of a loss count as a call."""
+        """Count a loss's backward pass as a call."""
         if loss.requires_grad:
             loss.register_hook(self._begin_backward)
 
@@ -76,7 +76,7 @@ class LoopWatch:
         self._watchdog.be(self._num_passes, _OUTSIDE, _ANY_TIME)
 
     def _leave(self) -> None:
-        """The process ends: by itself, or by the exception that Python has just shown."""
+        """Tell the watchdog that the process ends, by itself or by the exception just shown."""
         error = getattr(sys, "last_value", None)
         self._watchdog.__exit__(type(error), error, None)
 
@@ -85,7 +85,7 @@ _watch: LoopWatch | None = None
 
 
 def watch_loop(mesh: DeviceMesh) -> None:
-    """Watch the ranks of a mesh over the whole world from now on, once in a process; all ranks call it."""
+    """Start watching all ranks of the world, once per process; all ranks call it."""
     global _watch
     group = mesh["ring"].get_group()
     # A mesh over a part of the world would take ranks for missing that have nothing to do with it.
@@ -95,7 +95,7 @@ def watch_loop(mesh: DeviceMesh) -> None:
 
 @contextmanager
 def in_call(name: str, *, is_pass: bool = False) -> Iterator[None]:
-    """While this rank is in a call that all ranks make, a forward pass or another one."""
+    """Mark a call that all ranks make."""
     if _watch is None:
         yield
         return
@@ -104,9 +104,9 @@ def in_call(name: str, *, is_pass: bool = False) -> Iterator[None]:
 
 
 def watch_backward(loss: Tensor) -> Tensor:
-    """The loss, whose backward pass counts as a call; before FSDP's own hooks, in which a rank may wait.
+    """Return the loss, whose backward counts as a call before FSDP's own hooks, in which a rank may wait.
 
-    Its gradient may come as a ``DTensor``: of a loss to which a penalty on weights was added.
+    The gradient may be a ``DTensor``, if a penalty on weights was added.
     """
     if loss.requires_grad:
         loss.register_hook(lambda gradient: gradient.full_tensor() if isinstance(gradient, DTensor) else None)

@@ -1,6 +1,4 @@
-"""What optimizers of a user's own loop do to a model on the mesh: whether all ranks do the same is asked at the next
-forward pass.
-"""
+"""Tracking of optimizers in a user's own loop; the next forward pass checks that ranks agree."""
 
 import hashlib
 from typing import Any, Final
@@ -22,19 +20,18 @@ _steps: Final[WeakKeyDictionary[nn.Module, dict[str, Any]]] = WeakKeyDictionary(
 
 
 def watch_optimizers(model: nn.Module) -> None:
-    """Note the settings with which optimizers step parameters of this model, from now on."""
+    """Track the settings with which optimizers step this model's parameters."""
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_note))
     _models.add(model)
 
 
 def optimizer_facts(model: nn.Module) -> dict[str, Any]:
-    """How often this rank has updated the model, by which optimizers, and with which settings the last time."""
+    """Return the number of updates, their optimizers and the latest settings on this rank."""
     return _steps.get(model, {})
 
 
 def num_steps(model: nn.Module) -> int:
-    """How often optimizers have updated the model."""
     return sum(count for name, count in optimizer_facts(model).items() if name.startswith(_STEPS))
 
 
@@ -55,7 +52,7 @@ def _note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _describe(optimizer: Optimizer) -> str:
-    """How many parameters are in each group, and a digest of which."""
+    """Return each group's number of parameters and a digest of them."""
     # By place in the model, since addresses differ between processes.
     places = {id(parameter): place for model in _models for place, parameter in enumerate(model.parameters())}
     groups = [[places.get(id(parameter), -1) for parameter in group["params"]] for group in optimizer.param_groups]
@@ -69,11 +66,7 @@ def _plain(value: Any) -> Any:
 
 @torch.no_grad()
 def _find_owners(optimizer: Optimizer) -> WeakSet[nn.Module]:
-    """The models on a mesh whose parameters an optimizer updates.
-
-    Raises:
-        UnsupportedError: it was given copies of the shards, which a forward pass had gathered.
-    """
+    """Return the models on a mesh that an optimizer updates; refuse gathered copies of shards, which it would lose."""
     theirs = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     owners: WeakSet[nn.Module] = WeakSet()
     _members[optimizer] = _describe(optimizer)

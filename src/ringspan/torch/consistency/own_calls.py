@@ -1,4 +1,4 @@
-"""Modules of a model on a ring that are called by themselves: between two passes their weights are shards."""
+"""Refusal of direct calls of modules whose weights are shards between passes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +16,7 @@ _passes: Final[list[str]] = []  # the calls of models that this process is in
 
 @contextmanager
 def calling_parts(name: str) -> Iterator[None]:
-    """While a model on a ring calls its modules."""
+    """Allow calls of a model's own modules."""
     _passes.append(name)
     try:
         yield
@@ -25,7 +25,7 @@ def calling_parts(name: str) -> Iterator[None]:
 
 
 def refuse_own_calls(model: nn.Module, decoder: str) -> None:
-    """Let the modules that people reach for (decoder, embeddings, layers, norm, head) raise outside of a pass."""
+    """Make the usual entry points (decoder, embeddings, layers, norm, head) raise outside of a pass."""
     path = accumulate(decoder.split("."), "{}.{}".format)
     children = [child for module in (model, *map(model.get_submodule, path)) for child in module.children()]
     children += [layer for child in children if isinstance(child, nn.ModuleList) for layer in child]
@@ -40,7 +40,7 @@ def refuse_own_calls(model: nn.Module, decoder: str) -> None:
 
 
 class _Part(Mixin):
-    """What ``refuse_own_calls`` adds to a module's class."""
+    """Mixin that refuses calls outside of a pass."""
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not _passes and torch._C._current_graph_task_id() == -1:  # nor is it computed again in backward

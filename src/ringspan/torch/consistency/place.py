@@ -1,4 +1,4 @@
-"""How far a rank is, as it last said: the record by which the watchdog judges it."""
+"""A rank's reported progress, by which the watchdog judges it."""
 
 import time
 from dataclasses import dataclass, field
@@ -7,21 +7,17 @@ from typing import Any
 
 @dataclass
 class Place:
-    """How far a rank is, as it last said."""
-
     count: tuple[int, int] = (0, 0)
-    """Beats of its main thread, and exchanges that it has posted: what moves when the rank does."""
+    """Beats of its main thread and posted exchanges; a working rank raises them."""
     step: int = 0
     hop: int | None = None
     doing: str = "starting"
     patience_seconds: float = float("inf")
     process: tuple[str, int] | None = None
-    """Its machine and process id."""
     changed: float = field(default_factory=time.monotonic)
     heard: float = field(default_factory=time.monotonic)
 
     def hear(self, message: dict[str, Any]) -> None:
-        """Take in what the rank says now."""
         self.heard = time.monotonic()
         count = int(message["count"][0]), int(message["count"][1])
         if count != self.count:
@@ -32,7 +28,7 @@ class Place:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether it does what may not take any time."""
+        """Return whether the activity has a time limit."""
         return self.patience_seconds < float("inf")
 
     def describe(self) -> str:

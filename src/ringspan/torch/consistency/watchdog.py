@@ -1,13 +1,12 @@
-"""Who is missing: a thread in each rank tells rank 0 how far it is, and rank 0 tells all who died or stands still.
+"""Detection of dead and stalled ranks: a thread per rank reports to rank 0, which tells all.
 
 Gloo and NCCL report an address, or nothing for half an hour. Here a connection that closes without a farewell names a
-dead rank at once, and a rank whose step and exchanges stand still for ten median steps is named as stalled: the silent
-ones first (stopped, or cut off), else those furthest behind. What is no step, saving say, has patience, but not with a
-rank that is not heard any more. Every rank then prints a line, dumps the stacks of its
-threads into the run's folder, and ends with a documented exit code; no thread can unblock a collective in any other
-way. A silent rank of the same machine, which could not end itself, is killed, so that a restart need not wait for it.
+dead rank at once. A rank whose step and exchanges stand still for ten median steps is stalled: silent ones (stopped,
+cut off) are named first, else those furthest behind. Other activities, such as saving, have patience unless the rank is
+silent. Every rank then prints a line, dumps its stacks into the run's folder and ends with a documented exit code; a
+thread cannot unblock a collective otherwise. A silent rank of the same machine is killed, so that a restart can begin.
 
-JSON lines over TCP, on the network of the process group and as trusted as it is; a token keeps strangers apart.
+JSON lines over TCP on the process group's network, as trusted as it is; a token keeps strangers apart.
 """
 
 import faulthandler
@@ -44,7 +43,7 @@ _MAX_LINE_BYTES: Final = 1 << 16
 
 
 class Settings(Protocol):
-    """When a watchdog gives up; ``ringspan.train.config.tables.WatchdogConfig`` says what each means."""
+    """Time limits of a watchdog; ``ringspan.train.config.tables.WatchdogConfig`` explains each."""
 
     @property
     def enabled(self) -> bool: ...
@@ -60,7 +59,7 @@ class Settings(Protocol):
 
 @dataclass
 class _Link:
-    """A connection to another rank; ``rank`` is None until it has said who it is."""
+    """A connection to another rank; ``rank`` is None until it has introduced itself."""
 
     socket: socket.socket
     rank: int | None = None
@@ -69,7 +68,7 @@ class _Link:
 
 
 class Watchdog:
-    """Watches the other ranks from when it is entered; the main thread says how far it is with ``step`` and ``doing``.
+    """Watchdog over the other ranks; the main thread reports by ``step`` and ``doing``.
 
     ``end`` takes the exit code and never returns; it is a parameter for the tests.
     """
@@ -82,8 +81,8 @@ class Watchdog:
         *,
         leaving_seconds: float = float("inf"),
     ) -> None:
-        """Without a ``folder`` the stacks go to the standard error. A rank that has left is named when another one has
-        waited for ``leaving_seconds`` since.
+        """Write stacks to stderr without a ``folder``; name a departed rank after ``leaving_seconds`` of waiting for
+        it.
         """
         self._config, self._folder, self._end, self._leaving_seconds = config, folder, end, leaving_seconds
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
@@ -119,7 +118,7 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Say farewell. A failure of this rank alone is told to the others; a refusal is one that all ranks share."""
+        """Say farewell; tell the others of a failure of this rank alone, not of a shared refusal."""
         if isinstance(error, RuntimeError):  # how an exchange with a lost peer fails: let its rank be named
             self.await_verdict()
         # What the library raises it raises on all ranks, so nobody is left who would have to be told; of an output that
@@ -138,7 +137,7 @@ class Watchdog:
         self._woken.close()
 
     def step(self, step: int) -> None:
-        """The main thread begins a step."""
+        """Begin a step of the main thread."""
         now = time.monotonic()
         if self._started is not None:
             self._seconds.append(now - self._started)
@@ -151,19 +150,19 @@ class Watchdog:
         self._beats += 1
 
     def await_verdict(self) -> None:
-        """An exchange has failed: wait a little for the verdict that names whose fault it was and ends this process."""
+        """Wait briefly after a failed exchange for the verdict that names the culprit and ends this process."""
         if self._thread is not None:
             leaving = self._leaving_seconds + 1.0
             time.sleep(max(_VERDICT_SECONDS, leaving if math.isfinite(leaving) else 0.0))
 
     def be(self, step: int, doing: str, patience_seconds: float) -> None:
-        """The main thread is at a step of a loop of somebody else's, and does this, for so long at most."""
+        """Report an activity of a foreign loop at a step, with a time limit."""
         self._step, self._doing, self._patience_seconds = step, doing, patience_seconds
         self._beats += 1
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """The main thread does something that is no step and may take longer; it does not count as a step's time."""
+        """Mark an activity that is no step and may take longer."""
         before = self._doing, self._patience_seconds
         self._doing, self._patience_seconds = what, self._config.patience_seconds
         self._beats += 1
@@ -173,7 +172,7 @@ class Watchdog:
         self._beats += 1
 
     def _meet(self) -> None:
-        """Everyone learns where rank 0 listens, and connects."""
+        """Learn rank 0's address and connect, on all ranks."""
         answer: list[Any] = [None]
         server = None
         if self._rank == 0:
@@ -205,7 +204,7 @@ class Watchdog:
         self._selector.register(link.socket, selectors.EVENT_READ, link)
 
     def _watch(self) -> None:
-        """The thread: hear, tell, judge, until the run is over."""
+        """Hear, tell and judge until the run is over: the thread's loop."""
         told = 0.0
         while not self._closing.is_set():
             for key, _ in self._selector.select(self._interval):
@@ -295,7 +294,7 @@ class Watchdog:
         self._conclude(f"rank {rank} {how} {place.describe() if place else f'after step {self._step}'}", EXIT_PEER_LOST)
 
     def _judge(self, now: float) -> None:
-        """Rank 0 judges all, the others only whether rank 0 is still heard."""
+        """Judge all ranks on rank 0, elsewhere only whether rank 0 is heard."""
         for rank, left in self._left.items():
             waiting = [p for p in self._places.values() if now - p.changed > self._leaving_seconds and p.is_waiting]
             if waiting:
@@ -335,7 +334,7 @@ class Watchdog:
         self._finish(verdict, code)
 
     def _finish(self, verdict: str, code: int) -> None:
-        """Say it, leave the stacks of all threads, and end this process."""
+        """Report, dump the stacks of all threads, and end this process."""
         here = Place()
         here.step, here.hop, here.doing = self._step, COUNTERS.hop, self._doing
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -358,7 +357,7 @@ class Watchdog:
 
 
 def _machine() -> str:
-    """A name that two processes share when one can signal the other: the machine's boot and its process numbers."""
+    """Return a name that two processes share if one can signal the other: boot id and pid namespace."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -366,7 +365,7 @@ def _machine() -> str:
 
 
 def _listen() -> socket.socket:
-    """A socket at the address that the process group meets at, and at no other; on one machine the loopback one."""
+    """Listen at the process group's address alone; the loopback one on a single machine."""
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     return socket.create_server((str(address[0]), 0), family=family, backlog=dist.get_world_size())

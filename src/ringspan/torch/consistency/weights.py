@@ -1,4 +1,4 @@
-"""The same weights on all ranks, before they are split: FSDP takes each shard from what its rank happens to have."""
+"""Equal weights on all ranks before they are split: FSDP takes each shard from its own rank's values."""
 
 import logging
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 def describe_weights(model: nn.Module) -> dict[str, str]:
-    """What every rank must have alike, of each parameter and buffer: its shape, its dtype and whether it trains."""
+    """Return each parameter's and buffer's shape, dtype and requires_grad, to be equal on all ranks."""
     return {
         name: f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}, "
         + ("trained" if tensor.requires_grad else "not trained")
@@ -27,7 +27,7 @@ def describe_weights(model: nn.Module) -> dict[str, str]:
 
 
 def check_finite(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Refuse NaN and infinity in the weights of the mesh's first rank, which all ranks are given.
+    """Raise for NaN and infinity in the weights of the mesh's first rank, which all ranks are given.
 
     Raises:
         ConfigError: naming the first of them; on that rank.
@@ -38,11 +38,9 @@ def check_finite(model: nn.Module, mesh: DeviceMesh) -> None:
 
 @torch.no_grad()
 def share_weights(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Where ranks have other values in a parameter or buffer, give all of them those of the mesh's first rank, in
-    place, and say so once. All ranks call it, with weights of the same names and shapes.
+    """Copy the mesh's first rank's values to the others, in place, where ranks differ; collective.
 
-    Adapters, heads and models that were drawn at random differ when ranks are seeded differently, or not at all. What
-    is on the meta device has no values yet.
+    Adapters, heads and random models differ when ranks are seeded differently. Meta tensors have no values yet.
     """
     if mesh.size() == 1 or dist.get_backend(mesh["ring"].get_group()) == "fake":
         return
@@ -66,14 +64,14 @@ def share_weights(model: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Packed weights by their parts, which are what is alike or not, and can be copied into."""
+    """Yield the parts of packed weights, which can be compared and copied into."""
     for name, parameter in model.named_parameters():
         yield from plain_parts(name, parameter)
     yield from model.named_buffers()
 
 
 def _broadcast(tensor: Tensor, mesh: DeviceMesh) -> None:
-    """Fill a tensor with that of the mesh's first rank, one axis after the other."""
+    """Broadcast a tensor from the mesh's first rank, one axis after the other."""
     message = tensor.to(mesh.device_type).contiguous()
     for axis in mesh.mesh_dim_names or ():
         group = mesh[axis].get_group()

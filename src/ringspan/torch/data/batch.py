@@ -1,7 +1,4 @@
-"""From a whole batch to this rank's part: shift labels, add positions, pad, permute, split.
-
-B batch, S global tokens, N ranks, T tokens per rank.
-"""
+"""Conversion of a whole batch to this rank's part: shift labels, add positions, pad, permute, split."""
 
 from collections.abc import Mapping
 from itertools import pairwise
@@ -50,7 +47,7 @@ def shard_batch(
     layout: BatchLayoutName = "zigzag",
     device: torch.device | None = None,
 ) -> dict[str, Any]:
-    """This rank's part of a Hugging Face batch, ready for a model that ``parallelize`` prepared.
+    """Return this rank's part of a Hugging Face batch, ready for a model that ``parallelize`` prepared.
 
     Every rank of one ring passes the same whole batch; replicas pass different ones. Labels are shifted here, before
     the permutation, so that each token knows its true successor; padding gets the label -100 and comes last, where no
@@ -138,11 +135,7 @@ def shard_batch(
 
 
 def _flattened_lengths(batch: Mapping[str, Any], lengths: Tensor | None, *, has_positions: bool) -> Tensor | None:
-    """The lengths of the documents of a flattened row, as all that its collator gave says alike.
-
-    Raises:
-        UnsupportedError: two of them say different things, or one of them none that a row can have.
-    """
+    """Return a flattened row's document lengths; raise if its collator's values contradict each other or the row."""
     given = [name for name in _FLATTENED if batch.get(name) is not None]
     if not given:
         return lengths
@@ -183,7 +176,7 @@ def _flattened_lengths(batch: Mapping[str, Any], lengths: Tensor | None, *, has_
 
 
 def targets_of(batch: Mapping[str, Tensor], real: Tensor | None) -> Tensor | None:
-    """The target of each token, -100 where there is none. Shape (B, S).
+    """Return the target of each token, -100 where there is none. Shape (B, S).
 
     Raises:
         UnsupportedError: labels of another shape or dtype, or that padding would predict.
@@ -219,9 +212,7 @@ def _shift(x: Tensor) -> Tensor:
 
 
 def positions_of(split: BatchLayout, rank: int, lengths: Tensor | None, rows: int) -> Tensor:
-    """The position of each of a rank's tokens within its document, or its sequence where ``lengths`` are None. Shape
-    (rows, T).
-    """
+    """Return each local token's position within its document, or sequence if ``lengths`` is None. Shape (rows, T)."""
     everywhere = split.positions(rank).expand(rows, -1)
     if lengths is None:
         return everywhere
@@ -230,7 +221,7 @@ def positions_of(split: BatchLayout, rank: int, lengths: Tensor | None, rows: in
 
 
 def document_positions(lengths: Tensor, length: int) -> Tensor:
-    """The position of each token within its document; padding behind the last one counts on. Shape (B, length)."""
+    """Return each token's position in its document; padding at the end counts on. Shape (B, length)."""
     everywhere = torch.arange(length, device=lengths.device)
     ends = lengths.cumsum(1)
     starts = torch.cat((torch.zeros_like(ends[:, :1]), ends), 1)
@@ -240,7 +231,7 @@ def document_positions(lengths: Tensor, length: int) -> Tensor:
 
 
 def _document_lengths(positions: Tensor, tokens: Tensor) -> Tensor | None:
-    """The lengths of the documents of each sequence, whose positions start from 0; None when each is one document."""
+    """Return each sequence's document lengths from positions that restart at 0; None if each is one document."""
     if positions.ndim == 3:
         raise UnsupportedError(
             f"position_ids of shape {tuple(positions.shape)} have a time, a row and a column; leave them out, models "

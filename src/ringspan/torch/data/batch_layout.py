@@ -1,7 +1,4 @@
-"""How the sequences of a batch are split: all alike, or each by the layout that its documents ask for.
-
-B batch, S global tokens, N ranks, T tokens per rank.
-"""
+"""Split of a batch's sequences: all alike, or each by its documents' layout."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -21,13 +18,13 @@ from ringspan.torch.transport.digest import digest_integers
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """The layout of each sequence of a batch, or one where they are alike. All have the same S, N and T."""
+    """Layout of each sequence of a batch, or one for all. All have the same S, N and T."""
 
     rows: tuple[Layout, ...]
 
     @classmethod
     def of(cls, name: BatchLayoutName, length: int, ranks: int, lengths: Tensor | None) -> "BatchLayout":
-        """Of sequences of ``length`` tokens that are documents of these lengths (B, documents), which add up to it.
+        """Make a layout for sequences of ``length`` tokens with these document lengths (B, documents).
 
         Raises:
             UnsupportedError: no documents for ``balanced``.
@@ -42,29 +39,29 @@ class BatchLayout:
 
     @property
     def shared(self) -> Layout:
-        """One of them, for what all have in common."""
+        """Return one of them, for common properties."""
         return self.rows[0]
 
     def of_row(self, row: int) -> Layout:
         return self.rows[row if len(self.rows) > 1 else 0]
 
     def positions(self, rank: int) -> Tensor:
-        """The global position of each token of a rank. Shape (B, T), or (1, T) where sequences are split alike."""
+        """Return the global positions of a rank's tokens, (B, T), or (1, T) for sequences split alike."""
         return torch.stack([torch.from_numpy(layout.positions(rank)) for layout in self.rows])
 
     def digest(self, rank: int) -> Tensor:
-        """A number that depends on which global positions a rank holds."""
+        """Return a number that depends on the global positions of a rank."""
         return digest_integers(self.positions(rank))
 
     def shard(self, x: Tensor, rank: int, *, value: float = 0) -> Tensor:
-        """This rank's part (B, T, ...) of a whole tensor (B, S, ...); differentiable."""
+        """Return this rank's part (B, T, ...) of a whole tensor (B, S, ...); differentiable."""
         if len(self.rows) == 1:
             return shard(x, self.shared, rank, 1, value=value)
         parts = zip(x.split(1), self.rows, strict=True)
         return torch.cat([shard(part, layout, rank, 1, value=value) for part, layout in parts])
 
     def unshard(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """The whole tensor (B, S, ...) from every rank's part (B, T, ...); not differentiable."""
+        """Return the whole tensor (B, S, ...) from every rank's part (B, T, ...); not differentiable."""
         if len(self.rows) == 1:
             return unshard(x, self.shared, group, 1)
         stored = unshard(x, Layout("contiguous", self.shared.padded_length, self.shared.ranks), group, 1)
@@ -73,10 +70,7 @@ class BatchLayout:
 
 
 class Unsharded(torch.autograd.Function):
-    """``BatchLayout.unshard``, after which every rank computes the same of the whole; its gradient is each rank's part.
-
-    As with ``Sum``: the parts of all ranks are the gradient, counted once.
-    """
+    """Differentiable ``BatchLayout.unshard``; the gradient, as with ``Sum``, is each rank's part, counted once."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, layout: BatchLayout, group: dist.ProcessGroup) -> Tensor:

@@ -1,4 +1,4 @@
-"""From hidden states to the loss in blocks: the tokens x vocabulary logits never exist whole.
+"""Loss of hidden states in blocks, without whole tokens x vocabulary logits.
 
 T local tokens, C hidden size, V vocabulary, n tokens of a chunk, v vocabulary entries of a chunk.
 """
@@ -36,7 +36,7 @@ def blockwise_cross_entropy(
     group: dist.ProcessGroup | None = None,
     reduction: ReductionName = "sum",
 ) -> Tensor:
-    """Cross-entropy of ``hidden @ weight.T + bias`` in float32, a block of tokens x vocabulary at a time.
+    """Compute cross-entropy of ``hidden @ weight.T + bias`` in float32, a block of tokens x vocabulary at a time.
 
     Equals, with its gradients,
 
@@ -126,7 +126,7 @@ def _choose_liger(
     logit_scale: float = 1.0,
     reduction: ReductionName = "sum",
 ) -> Callable[..., Tensor] | None:
-    """Liger's fused linear cross-entropy when it is wanted and can add the weight's gradient up in float32."""
+    """Return Liger's fused loss if wanted and able to sum the weight's gradient in float32, else None."""
     find_name("loss", impl, LOSS_NAMES, ConfigError)
     other = reduction == "none" or group is not None or logit_scale != 1
     unfit = other or not _is_cuda(hidden) or hidden.dtype == torch.float64
@@ -160,7 +160,7 @@ def _is_cuda(x: Tensor) -> bool:
 
 
 class _Summed(torch.autograd.Function):
-    """The gradients are computed with the loss: its own is one number, by which they are scaled."""
+    """Summed loss whose gradients are computed with it and scaled in backward."""
 
     @staticmethod
     def forward(
@@ -196,7 +196,7 @@ class _Summed(torch.autograd.Function):
 
 
 class _PerToken(torch.autograd.Function):
-    """The gradient of each token's loss is known in backward only, which computes the logits again."""
+    """Loss of each token; backward computes the logits again."""
 
     @staticmethod
     def forward(
@@ -225,7 +225,7 @@ class _PerToken(torch.autograd.Function):
 
 
 def _refuse_second_derivative() -> None:
-    """For which once_differentiable would return constants where the gradient of a loss needs none itself."""
+    """Raise: once_differentiable would return constants where the loss's gradient needs none itself."""
     if torch.is_grad_enabled():
         raise UnsupportedError(
             "blockwise_cross_entropy is differentiated once; call backward or torch.autograd.grad without "

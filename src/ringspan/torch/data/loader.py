@@ -1,4 +1,4 @@
-"""Which examples a rank is given: the ranks of a ring the same ones, replicas different ones."""
+"""Distribution of examples: the same ones to the ranks of a ring, different ones to replicas."""
 
 from collections.abc import Iterator, Sized
 from itertools import islice
@@ -19,12 +19,11 @@ _PLACES: Final = 1 << 12  # of an order, looked up together
 
 
 class RingSampler(DistributedSampler[Any]):
-    """torch's DistributedSampler over the replicas of a mesh, which begins a new epoch by itself and makes no list of
-    all indices.
+    """DistributedSampler over a mesh's replicas that begins new epochs by itself and lists no indices.
 
-    Each pass over it is one epoch, in an order of its own when shuffled: DistributedSampler's, but above 2**24 examples
-    another one, that of ``shuffled``, of which nothing is drawn ahead. ``set_epoch`` says which epoch comes next, as
-    after resuming.
+    Each pass is an epoch, with its own order if shuffled: DistributedSampler's, above 2**24 examples that of
+    ``shuffled``,
+    of which nothing is drawn ahead. ``set_epoch`` says which epoch comes next, as after resuming.
     """
 
     def __iter__(self) -> Iterator[Any]:
@@ -33,7 +32,7 @@ class RingSampler(DistributedSampler[Any]):
         return order
 
     def _examples(self, seed: int) -> Iterator[int]:
-        """Every R-th place of the order, which begins again behind its end until all replicas have as many."""
+        """Yield every R-th place of the order, repeating its beginning until all replicas have as many."""
         num_examples = len(cast(Sized, self.dataset))
         drawn = None
         if self.shuffle and num_examples <= _MOST_AT_ONCE:
@@ -49,7 +48,7 @@ class RingSampler(DistributedSampler[Any]):
 def sampler(
     dataset: Dataset[Any], mesh: DeviceMesh, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False
 ) -> RingSampler:
-    """The indices of this rank's examples: those of its replica, alike on all ranks of its ring.
+    """Return the sampler of this rank's replica, alike on all ranks of its ring.
 
     Args:
         dataset: anything with a length; every rank has the same one.
@@ -79,8 +78,8 @@ def loader(
     drop_last: bool = False,
     **options: Any,
 ) -> DataLoader[Any]:
-    """``torch.utils.data.DataLoader`` whose whole batches are alike on a ring and differ between replicas, what its
-    workers draw at random included; give them to ``shard_batch``.
+    """Return a DataLoader whose batches are alike on a ring and differ between replicas; pass them to ``shard_batch``.
+    Random draws of its workers follow the same rule.
 
     Args:
         dataset: with a length, see ``sampler``; or iterable, of which replica r of R takes examples r, r + R, ... as

@@ -18,7 +18,7 @@ from ringspan.torch.data.batch import IGNORED
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions:
-    """What is added to a cross-entropy, and in which blocks it is computed."""
+    """Additions to a cross-entropy, and its block sizes."""
 
     chunk_tokens: int = 1024
     chunk_vocabulary: int | None = None
@@ -39,10 +39,7 @@ class LossOptions:
 
 
 class Normalizers(NamedTuple):
-    """Of each token: its largest logit, and the sum of all ``exp(logit - largest)``; each (T,).
-
-    Apart, since large logits cancel in their log-sum-exp.
-    """
+    """Each token's largest logit and ``sum(exp(logit - largest))``, (T,); their lse would cancel large logits."""
 
     top: Tensor
     exponentials: Tensor
@@ -56,7 +53,7 @@ class Normalizers(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Gradients to add to, where they are wanted: of hidden, weight and bias."""
+    """Requested gradient accumulators of hidden, weight and bias."""
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -67,7 +64,7 @@ class _Sums(NamedTuple):
 
 
 class LossBlocks:
-    """One problem, and passes over its blocks of tokens, within each over the blocks of vocabulary."""
+    """A loss problem with passes over blocks of tokens and, within each, of vocabulary."""
 
     def __init__(
         self,
@@ -90,7 +87,7 @@ class LossBlocks:
         self.slopes = self._new(block) if options.softcap else None
 
     def sum(self, wants: list[bool]) -> tuple[Tensor, list[Tensor | None]]:
-        """The summed loss, and of hidden, weight and bias the gradients that are wanted, where the sum's own is 1."""
+        """Return the summed loss and its requested gradients of hidden, weight and bias."""
         sums = self._zeros(wants)
         total = torch.zeros((), dtype=torch.float64, device=self.hidden.device)
         for rows in self._rows():
@@ -102,13 +99,13 @@ class LossBlocks:
         return total.to(self.dtype), list(sums)
 
     def per_token(self) -> tuple[Tensor, Normalizers]:
-        """The loss of each token (T,), and what ``gradients`` needs again."""
+        """Return each token's loss (T,), and what ``gradients`` needs again."""
         parts = [(losses, *normalizers) for losses, normalizers in map(self._losses, self._rows())]
         losses, *normalizers = (torch.cat(each) for each in zip(*parts, strict=True)) if parts else self._new(3, 0)
         return losses, Normalizers(*normalizers)
 
     def gradients(self, normalizers: Normalizers, d_losses: Tensor, wants: list[bool]) -> list[Tensor | None]:
-        """Of hidden, weight and bias those that are wanted, from the gradient of each token's loss (T,)."""
+        """Return the requested gradients of hidden, weight and bias, given those of each token's loss (T,)."""
         sums = self._zeros(wants)
         for rows in self._rows():
             self._differentiate(rows, normalizers.of(rows), d_losses[rows], sums, is_scanned=False)
@@ -118,11 +115,11 @@ class LossBlocks:
         return slices(len(self.hidden), self.options.chunk_tokens)
 
     def _with_target(self, x: Tensor, rows: slice) -> Tensor:
-        """What a block's tokens have of something (n,), 0 for those without a target, whatever they have."""
+        """Zero a block's values (n,) for tokens without a target."""
         return x.masked_fill(self.targets[rows] == IGNORED, 0)
 
     def _target(self, rows: slice) -> Tensor:
-        """The target of each token of a block, counted from the first entry of this rank's share."""
+        """Return a block's targets, relative to this rank's first vocabulary entry."""
         return self.targets[rows] - self.first
 
     def _zeros(self, wants: list[bool]) -> _Sums:
@@ -133,7 +130,7 @@ class LossBlocks:
         )
 
     def _losses(self, rows: slice) -> tuple[Tensor, Normalizers]:
-        """Of a block of tokens, each (n,)."""
+        """Return a block's token losses (n,)."""
         top, exponentials, picked, mean = self._scan(self.hidden[rows], self._target(rows))
         normalizers, smoothing = Normalizers(top, exponentials), self.options.label_smoothing
         # From the largest logit, so that large ones do not cancel.
@@ -144,10 +141,7 @@ class LossBlocks:
     def _differentiate(
         self, rows: slice, normalizers: Normalizers, d_losses: Tensor, sums: _Sums, *, is_scanned: bool
     ) -> None:
-        """Add what a block of tokens contributes to the gradients, from that of each token's loss (n,).
-
-        ``is_scanned``: the buffer still has what ``_scan`` left there, of all of the vocabulary.
-        """
+        """Add a block's gradients, given those of its losses (n,); ``is_scanned``: ``_scan``'s buffer has all of V."""
         chunk, target, several = self.hidden[rows], self._target(rows), len(self.columns) > 1
         factors = self._with_target(d_losses, rows)
         d_hidden = self._new(*chunk.shape) if several and sums.hidden is not None else None
@@ -168,8 +162,10 @@ class LossBlocks:
             sums.hidden[rows] = d_hidden
 
     def _scan(self, chunk: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Of each token: its largest logit, the sum of all ``exp(logit - largest)``, the target's logit (0 without one)
-        and the mean of all logits; each (n,). Leaves ``exp(logit - largest)`` of the last block in the buffer.
+        """Return each token's largest logit, ``sum(exp(logit - largest))``, target logit (or 0) and mean logit, all
+        (n,).
+
+        Leaves ``exp(logit - largest)`` of the last block in the buffer.
         """
         top = self._new(len(chunk)).fill_(-torch.inf)
         total, picked, mean = (torch.zeros_like(top) for _ in range(3))
@@ -185,7 +181,7 @@ class LossBlocks:
         return self._over_ranks(top, total, picked, mean) if self.group else (top, total, picked, mean)
 
     def _over_ranks(self, top: Tensor, *sums: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What ``_scan`` found in the whole vocabulary, from what it found in this rank's share of it."""
+        """Combine ``_scan`` results of all ranks' vocabulary shares."""
         highest = top.clone()
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.group)
         shrink = (top - highest).exp_()
@@ -196,7 +192,7 @@ class LossBlocks:
         return highest, parts[0], parts[1], parts[2]
 
     def _logits(self, chunk: Tensor, columns: slice) -> Tensor:
-        """The block's logits in the buffer, and with a softcap the slopes of the cap beside it."""
+        """Compute a block's logits in the buffer, and the soft cap's slopes beside it."""
         logits = _multiply(chunk, self._entries(columns).T, self._block(self.buffer, chunk, columns))
         if self.bias is not None:
             logits += self.bias[columns]
@@ -210,7 +206,7 @@ class LossBlocks:
         return logits
 
     def _of_products(self, softmax: Tensor, lse: Tensor, target: Tensor, factors: Tensor, columns: slice) -> Tensor:
-        """The gradient for what the head computed of the block, in the softmax's own memory."""
+        """Return the gradient of the head's product for a block, in the softmax's memory."""
         smoothing = self.options.label_smoothing
         d_logits = softmax.mul_((factors * (1 + 2 * self.options.z_loss * lse)).unsqueeze(1))
         index, here = _local(target, columns)
@@ -222,7 +218,7 @@ class LossBlocks:
         return d_logits if self.options.logit_scale == 1 else d_logits.mul_(self.options.logit_scale)
 
     def _entries(self, columns: slice) -> Tensor:
-        """The weights of a block, in the dtype of the hidden states, which autocast may have made another one."""
+        """Return a block's weights in the dtype of the hidden states, which autocast may have changed."""
         return self.weight[columns].to(self.hidden.dtype)
 
     def _block(self, buffer: Tensor, chunk: Tensor, columns: slice) -> Tensor:
@@ -238,7 +234,7 @@ def slices(length: int, size: int) -> Iterator[slice]:
 
 
 def _local(target: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Where in a block of vocabulary each target is, (n, 1), and whether it is there at all, (n,)."""
+    """Return each target's place in a vocabulary block, (n, 1), and whether it is in it, (n,)."""
     here = (target >= columns.start) & (target < columns.stop)
     return (target - columns.start).clamp(0, columns.stop - columns.start - 1).unsqueeze(1), here
 
@@ -248,7 +244,7 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
 
 
 def _add_product(out: Tensor, d_logits: Tensor, weight: Tensor, sums: Tensor | None, *, first: bool) -> None:
-    """``d_logits @ weight``: into ``out``, or added to ``sums`` where it is one of several parts."""
+    """Compute ``d_logits @ weight`` into ``out``, or add it to ``sums`` if it is one of several parts."""
     if sums is None:
         torch.mm(d_logits, weight, out=out)
     elif first:
@@ -260,7 +256,7 @@ def _add_product(out: Tensor, d_logits: Tensor, weight: Tensor, sums: Tensor | N
 
 
 def _add_outer(sums: Tensor, d_logits: Tensor, chunk: Tensor) -> None:
-    """``sums += d_logits.T @ chunk``, in parts where the product has a lower precision than the sums."""
+    """Compute ``sums += d_logits.T @ chunk``, in parts if the product is less precise than the sums."""
     if sums.dtype == chunk.dtype:
         sums.addmm_(d_logits.T, chunk)
         return

@@ -1,7 +1,4 @@
-"""What a batch holds beside its text: images, videos and sound, as the processors of transformers make them.
-
-B batch, S global tokens.
-"""
+"""Images, videos and sound of a batch, in the format of transformers' processors. B batch, S global tokens."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -38,41 +35,39 @@ MEDIA: Final = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Media:
-    """The images, videos and sound of a whole batch and the text that they belong to, the same on every rank of a ring.
+    """Media of a whole batch with their text, the same on every rank of a ring.
 
-    A forward pass takes this rank's share of the images to its device. They stay where they are until then, so that no
-    device holds all of them.
+    A forward pass moves only this rank's share of the images to its device, so no device holds all of them.
     """
 
     tokens: Tensor
-    """The whole sequences (B, S), on the CPU."""
+    """Whole sequences (B, S), on the CPU."""
     real: Tensor | None
-    """Which tokens are no padding (B, S), on the CPU; None for all of them."""
+    """True for tokens that are not padding (B, S), on the CPU; None for all."""
     inputs: Mapping[str, Tensor]
-    """What the processor returned, by its names."""
+    """The processor's outputs by name."""
     found: dict[str, Any] = field(default_factory=dict[str, Any])
-    """What a model has found out of it, so that it is computed once."""
+    """A model's cached results."""
 
     def to(self, *_: Any, **__: Any) -> "Media":
-        """Itself: what moves a batch to a device leaves images where they are."""
+        """Return self: moving a batch to a device leaves images where they are."""
         return self
 
     def __len__(self) -> int:
-        """Examples."""
+        """Return the number of examples."""
         return len(self.tokens)
 
     @property
     def digest(self) -> int:
-        """A number that depends on every entry of the inputs."""
+        """Return a number that depends on every entry of the inputs."""
         return sum(digest_values(self.inputs[name]) for name in sorted(self.inputs)) % (1 << 62)
 
 
 def media_of(batch: Mapping[str, Any]) -> Media | None:
-    """What a batch holds beside its text; None for text alone.
+    """Return a batch's media; None for text alone.
 
     Raises:
-        UnsupportedError: token types of another shape than the tokens, grids of other shapes or dtypes than they have,
-            what is no numbers.
+        UnsupportedError: token types unlike the tokens in shape, grids of wrong shape or dtype, or non-numbers.
     """
     inputs = {name: _tensor(name, batch[name]) for name in sorted(MEDIA) if batch.get(name) is not None}
     tokens, mask = batch["input_ids"], batch.get("attention_mask")
@@ -85,7 +80,7 @@ def media_of(batch: Mapping[str, Any]) -> Media | None:
 
 
 def _tensor(name: str, value: Any) -> Tensor:
-    """An input as a tensor, which is where models look for a number of each image."""
+    """Return an input as a tensor, in which models look for per-image numbers."""
     try:
         made = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -100,7 +95,7 @@ def _tensor(name: str, value: Any) -> Tensor:
 
 
 def check_numbers(name: str, counts: Tensor, columns: tuple[str, ...]) -> None:
-    """Refuse what does not say so many counts of each image.
+    """Raise for anything but positive integer counts, ``columns`` per image.
 
     Raises:
         UnsupportedError: another shape than (images, columns), no integers, a count below 1.

@@ -1,4 +1,4 @@
-"""A random order of any number of examples, of which only what is asked for is ever computed."""
+"""A random order of any number of examples, computed only where it is needed."""
 
 from typing import Final
 
@@ -11,7 +11,7 @@ _MIXING: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 
 
 def shuffled(places: NDArray[np.int64], num_examples: int, seed: int) -> NDArray[np.int64]:
-    """The examples at some places of the order that belongs to a seed: a permutation of ``range(num_examples)``.
+    """Return the examples at some places of a seed's permutation of ``range(num_examples)``.
 
     A Feistel network permutes the numbers of twice as many bits as half of them need, and is applied again to what it
     puts outside (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"). At most four numbers are inside or
@@ -30,7 +30,7 @@ def shuffled(places: NDArray[np.int64], num_examples: int, seed: int) -> NDArray
 
 
 def _permuted(numbers: NDArray[np.uint64], half: int, keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A permutation of the numbers of ``2 * half`` bits: each round mixes one half into the other."""
+    """Permute numbers of ``2 * half`` bits: each round mixes one half into the other."""
     bits, low = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = numbers >> bits, numbers & low
     for key in keys:

@@ -1,7 +1,4 @@
-"""Which tokens of a whole batch are padding, as its attention_mask says.
-
-B batch, S global tokens.
-"""
+"""Padding tokens of a whole batch, from its attention_mask. B batch, S global tokens."""
 
 from collections.abc import Mapping
 
@@ -12,7 +9,7 @@ from ringspan.core.errors import UnsupportedError
 
 
 def marked_tokens(attention_mask: Tensor) -> Tensor:
-    """Where a mask of zeros and ones, of any dtype, has a one; of booleans.
+    """Convert a mask of zeros and ones, of any dtype, to booleans.
 
     Raises:
         UnsupportedError: another value, as in masks that number documents, or that are added to scores.
@@ -28,7 +25,7 @@ def marked_tokens(attention_mask: Tensor) -> Tensor:
 
 
 def real_tokens(batch: Mapping[str, Tensor]) -> Tensor | None:
-    """Which tokens (B, S) of a batch are no padding; None where nothing marks it. Of some rows none may be.
+    """Return the tokens (B, S) that are not padding; None for no padding. Rows may be padding alone.
 
     Raises:
         UnsupportedError: a mask of another shape or values, or with holes.
@@ -57,7 +54,7 @@ def real_tokens(batch: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def refuse_targets_of_padding(has_target: Tensor, real: Tensor | None, name: str, shift: int) -> None:
-    """Refuse a target that would be computed of padding, whose hidden states have no meaning that two programs share.
+    """Raise for targets computed from padding, whose hidden states are undefined.
 
     Args:
         has_target: which tokens (B, S) have one; those of padding may not.
@@ -79,12 +76,12 @@ def refuse_targets_of_padding(has_target: Tensor, real: Tensor | None, name: str
 
 
 def beginnings(real: Tensor) -> Tensor:
-    """The tokens (B, S) that are the first of a sequence, or the first behind padding."""
+    """Return the tokens (B, S) that are first in a sequence or behind padding."""
     return real & torch.cat((real.new_ones(len(real), 1), ~real[:, :-1]), 1)
 
 
 def behind_padding(real: Tensor, lengths: Tensor | None, said_by: str | None) -> Tensor | None:
-    """The lengths of the documents of each sequence, of which padding on the left is one.
+    """Return each sequence's document lengths, with padding on the left as a document.
 
     ``said_by`` names what of the batch has said ``lengths``; None where nothing has.
 

@@ -1,4 +1,4 @@
-"""This rank's part of a whole tensor, and the whole of all parts."""
+"""Conversion between a whole tensor and each rank's part."""
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ from ringspan.torch.transport.agreement import agree
 
 
 def shard(x: Tensor, layout: Layout, rank: int, dim: int, *, value: float = 0) -> Tensor:
-    """This rank's part of a whole tensor: ``pad(x, value)[positions(rank)]`` along ``dim``; differentiable.
+    """Return this rank's ``pad(x, value)[positions(rank)]`` along ``dim``; differentiable.
 
     Raises:
         UnsupportedError: ``x`` is no plain tensor.
@@ -32,7 +32,7 @@ def shard(x: Tensor, layout: Layout, rank: int, dim: int, *, value: float = 0) -
 
 
 def unshard(x: Tensor, layout: Layout, group: dist.ProcessGroup | DeviceMesh | None, dim: int) -> Tensor:
-    """The whole tensor, in order and without padding, from every rank's part. Gathers; not differentiable.
+    """Gather the whole tensor, in order and without padding, from every rank's part; not differentiable.
 
     Raises:
         UnsupportedError: ``x`` is no plain tensor, or ``group`` no group of this rank.

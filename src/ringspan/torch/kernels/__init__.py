@@ -44,7 +44,7 @@ _HOPPER: Final = 9  # the first number of its compute capability
 
 @contextmanager
 def registered(*kernels: Returning | InPlace) -> Iterator[None]:
-    """Let kernels be found under their names while this context is active, in the place of those that were."""
+    """Register kernels under their names while this context is active."""
     before = dict(KERNELS)
     KERNELS.update({kernel.name: kernel for kernel in kernels})
     try:
@@ -54,17 +54,17 @@ def registered(*kernels: Returning | InPlace) -> Iterator[None]:
 
 
 def why_not(kernel: str, q: Tensor, v: Tensor, scores: Scores) -> str | None:
-    """Why a kernel that was asked for by name cannot serve; None if it can."""
+    """Return why a kernel requested by name cannot serve; None if it can."""
     return None if kernel == "auto" else KERNELS[kernel].why_not(q, v, scores)
 
 
 def refused(kernel: str, reason: str) -> UnsupportedError:
-    """What to raise, on every rank alike, for a kernel that cannot serve."""
+    """Return the error, equal on every rank, for a kernel that cannot serve."""
     return UnsupportedError(f"kernel {kernel!r} cannot serve: {reason}; choose another, or auto")
 
 
 def serving(kernel: str, q: Tensor, v: Tensor, scores: Scores) -> tuple[str, ...]:
-    """The names of the kernels that may compute a pass: the one that was asked for, or for ``auto`` all that can."""
+    """Return the kernels for a pass: the requested one, or for ``auto`` all that can serve."""
     if kernel != "auto":
         return (kernel,)
     # Triton is only interpreted on a CPU, and PyTorch's own kernel for CPUs slower there than plain PyTorch in 16 bits.
@@ -75,17 +75,14 @@ def serving(kernel: str, q: Tensor, v: Tensor, scores: Scores) -> tuple[str, ...
 
 
 def laid_out(names: tuple[str, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors as all of the serving kernels can read them: themselves, or copies where they lie otherwise.
-
-    The only place where that is seen to, once per pass; what arrives from other ranks is contiguous.
-    """
+    """Return the tensors as all serving kernels can read them, copied if necessary; received ones are contiguous."""
     return Memory.of_all(KERNELS[name].memory for name in names).laid_out(*tensors)
 
 
 def choose(
     names: tuple[str, ...], tiles: tuple[Tile, ...], q: Tensor, *, is_backward: bool = False
 ) -> Returning | InPlace:
-    """Which of the serving kernels computes the tiles of a hop for some heads of the queries."""
+    """Return the serving kernel for a hop's tiles."""
     if "cpu" in names and is_slow_at(tiles, q):
         names = tuple(name for name in names if name != "cpu") or names
     are_worth_a_call = len(tiles) <= _FEW or sum(tile.num_rows for tile in tiles) >= _LARGE * len(tiles)

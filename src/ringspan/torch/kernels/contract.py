@@ -1,4 +1,4 @@
-"""What a local attention kernel is given, and what it gives."""
+"""Inputs and outputs of a local attention kernel."""
 
 from typing import NamedTuple, Protocol, runtime_checkable
 
@@ -11,7 +11,7 @@ from ringspan.torch.kernels.score_mod import Scores
 
 
 class BackwardInputs(NamedTuple):
-    """What a backward pass is given: the incoming gradient, and the inputs and results of its forward pass.
+    """Inputs of a backward pass: the incoming gradient and its forward pass's inputs and results.
 
     dout and out (B, H, rows, E), q (B, H, rows, D), k (B, G, keys, D), v (B, G, keys, E), lse (B, H, rows).
     """
@@ -40,13 +40,11 @@ class Kernel(Protocol):
     memory: Memory
 
     def why_not(self, q: Tensor, v: Tensor, scores: Scores) -> str | None:
-        """Why this kernel cannot serve such tensors (device, dtype, head sizes, packages) and scores; None if it
-        can. It then serves any tiles.
-        """
+        """Return why this kernel cannot serve such tensors and scores; None if it can, for any tiles."""
         ...
 
     def launches(self, tiles: tuple[Tile, ...]) -> KernelLaunches:
-        """The calls by which it computes some tiles."""
+        """Return the launches that compute some tiles."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What is decided by the device that computes: how work is cut up, which kernels run there, where tensors wait."""
+"""Rules of a computing device: division of work, kernels and offloading."""
 
 import platform
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ from ringspan.gpu import support
 
 
 class ChunkSize(NamedTuple):
-    """How much plain PyTorch computes at once: rows, keys, and scores of all heads together."""
+    """Amount that plain PyTorch computes at once: rows, keys, and scores of all heads together."""
 
     rows: int
     keys: int
@@ -27,25 +27,22 @@ LARGE_CHUNKS: Final = ChunkSize(256, 1024, 1 << 40)
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRules:
-    """How a device is worked on. ``rules_of`` finds them by a tensor's device, unless ``ruled_by`` says others."""
+    """Rules for a device, which ``rules_of`` finds by a tensor's device; ``ruled_by`` overrides them."""
 
     cuts_for_cores: bool
-    """Heads are grouped for the threads of a CPU rather than for launches that fill a device."""
+    """Group heads for CPU threads rather than for large launches."""
     chunk_size: ChunkSize | None = LARGE_CHUNKS
-    """Of plain PyTorch; None for what stays in a core's cache, which depends on the tile."""
+    """For plain PyTorch; None keeps a tile in a core's cache."""
     short_rows: tuple[float, float] | None = None
-    """Where plain PyTorch is quicker than the kernel of CPUs, in float32: rows that see at least so many keys over all
-    heads together, and at most so many each."""
+    """Plain PyTorch beats the CPU kernel in float32 with at least so many keys over all heads, at most so many each."""
     multiplies_16_bits: bool = True
-    """Whether the kernel of CPUs is quicker in 16 bits than plain PyTorch."""
+    """True if the CPU kernel beats plain PyTorch in 16 bits."""
     offloads_to: Literal["file", "pinned", "nowhere"] = "file"
-    """Where offloaded tensors wait (``ringspan.torch.memory.offload``)."""
+    """Destination of offloaded tensors (``ringspan.torch.memory.offload``)."""
     probe_tokens: int = 24
-    """On how many tokens a module is tried out: enough for a router that fills experts to a capacity to drop some when
-    all choose alike."""
+    """Tokens of a module's trial: enough to overflow an expert's capacity when all choose alike."""
     assumed_speeds: tuple[float, float, float] = (4e14, 3e11, 2.5e10)
-    """FLOP/s, and bytes/s within a node and between nodes, where nothing was measured: by default those of the class
-    of an H100."""
+    """Unmeasured FLOP/s, and bytes/s within a node and between nodes; default: H100 class."""
     capability: tuple[int, int] = (0, 0)
     """CUDA's compute capability."""
     has_cudnn: bool = False
@@ -56,16 +53,12 @@ _ruled: Final[dict[str, DeviceRules]] = {}  # by the type of a device
 
 
 def rules_of(device: torch.device) -> DeviceRules:
-    """The rules in force for a device."""
     return _ruled.get(device.type) or _own_rules(device)
 
 
 @contextmanager
 def ruled_by(**rules: DeviceRules) -> Iterator[None]:
-    """While this context is active, devices of a type (``cpu=...``, ``cuda=...``) are worked on by these rules.
-
-    In the whole process, since autograd runs backward passes in threads of its own.
-    """
+    """Apply these rules to device types (``cpu=...``, ``cuda=...``), process-wide, as autograd has own threads."""
     before = dict(_ruled)
     _ruled.update(rules)
     try:
@@ -96,22 +89,21 @@ def _own_rules(device: torch.device) -> DeviceRules:
 
 
 def multiplies_16_bits() -> bool:
-    """Whether this CPU multiplies bfloat16 matrices faster than float32 ones (AMX, AVX512_BF16): where an x86 CPU does
-    not, PyTorch's kernel takes half as long again as it does in float32, and three times as long on short documents.
+    """Return whether this CPU multiplies bfloat16 matrices faster than float32 ones (AMX, AVX512_BF16).
+
+    Other x86 CPUs take 1.5 times as long as in float32 in PyTorch's kernel, and three times on short documents.
     """
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     return not is_x86 or torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
 def runs_triton(x: Tensor) -> bool:
-    """Whether our own kernels run where ``x`` is: a CUDA device with float32 sums and an installed Triton."""
+    """Return whether our own kernels run where ``x`` is: a CUDA device with float32 sums and an installed Triton."""
     return x.device.type == "cuda" and x.dtype == torch.float32 and rules_of(x.device).has_package("triton")
 
 
 def half_precision_on_cuda(q: Tensor, capability: tuple[int, int]) -> str | None:
-    """Why tensors like ``q`` are not of half precision on a CUDA device of this compute capability; None if they
-    are.
-    """
+    """Return why ``q`` is not half precision on CUDA of this compute capability; None if it is."""
     if q.device.type != "cuda":
         return f"it needs CUDA tensors, these are on {q.device.type}"
     if q.dtype not in (torch.bfloat16, torch.float16):

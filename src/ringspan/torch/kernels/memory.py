@@ -1,4 +1,4 @@
-"""How tensors must lie in memory for a kernel to read them. B batch, H heads, T tokens, D head size."""
+"""Memory layouts that kernels can read. B batch, H heads, T tokens, D head size."""
 
 from collections.abc import Iterable
 from typing import Final, NamedTuple
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Memory(NamedTuple):
-    """What a kernel asks of q, k, v, dout and out, each (B, H, T, D), beyond their numbers.
+    """A kernel's requirements on the layout of q, k, v, dout and out, each (B, H, T, D).
 
     Args:
         in_rows: the tokens of a head are the rows of a matrix, ``x.stride(3) == 1`` and ``x.stride(2) >= D``. Kernels
@@ -25,12 +25,12 @@ class Memory(NamedTuple):
 
     @staticmethod
     def of_all(memories: Iterable["Memory"]) -> "Memory":
-        """What suits several kernels."""
+        """Return a layout that suits several kernels."""
         in_rows, alignments, may_repeat = zip(ANY, *memories, strict=True)
         return Memory(any(in_rows), max(alignments), all(may_repeat))
 
     def fits(self, x: Tensor) -> bool:
-        """Whether a tensor lies so."""
+        """Return whether a tensor has this layout."""
         if self.in_rows and not is_in_rows(x):
             return False
         if not self.may_repeat and any(x.stride(dim) == 0 < x.shape[dim] - 1 for dim in (0, 1)):
@@ -38,7 +38,7 @@ class Memory(NamedTuple):
         return self.alignment_bytes == 1 or self._is_aligned(x)
 
     def laid_out(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The tensors, or contiguous copies of those that do not lie so."""
+        """Return the tensors, as contiguous copies if they do not fit."""
         return tuple(x if self.fits(x) else x.clone(memory_format=torch.contiguous_format) for x in tensors)
 
     def _is_aligned(self, x: Tensor) -> bool:
@@ -53,5 +53,5 @@ FOR_TENSOR_CORES: Final = Memory(alignment_bytes=16, may_repeat=False)  # what C
 
 
 def is_in_rows(x: Tensor) -> bool:
-    """Whether the last two dimensions are a matrix whose rows are in one piece each and do not overlap."""
+    """Return whether the last two dimensions have contiguous rows that do not overlap."""
     return x.stride(-1) == 1 and (x.shape[-2] == 1 or x.stride(-2) >= x.shape[-1])

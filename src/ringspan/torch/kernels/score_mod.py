@@ -1,4 +1,4 @@
-"""What becomes of a product q . k before the softmax, beside the mask: scale, soft cap, ALiBi."""
+"""Modifications of q . k before the softmax, beside the mask: scale, soft cap, ALiBi."""
 
 from dataclasses import dataclass, replace
 
@@ -22,14 +22,14 @@ class Scores:
 
     @property
     def beyond_plain(self) -> str | None:
-        """Why a kernel that only scales, and masks before it does, cannot compute them; None if it can."""
+        """Return why a kernel that masks, then only scales, cannot compute them; None if it can."""
         return "it has no softcap and no ALiBi slopes" if self.softcap or self.slopes is not None else self.lifts_masked
 
     @property
     def lifts_masked(self) -> str | None:
-        """Why a kernel that masks products before it scales them cannot serve: -inf would not stay below all others."""
+        """Return why a kernel that masks before scaling cannot serve: -inf would not stay lowest; else None."""
         return None if self.scale > 0 else f"it needs a scale above 0, this is {self.scale}"
 
     def heads(self, heads: slice) -> "Scores":
-        """Those of some of the query heads."""
+        """Return the scores of some query heads."""
         return self if self.slopes is None else replace(self, slopes=self.slopes[heads])

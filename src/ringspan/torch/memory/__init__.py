@@ -1,1 +1,1 @@
-"""What a step holds, and where: shards of weights, what backward needs, what waits on the host."""
+"""Memory of a training step: weight shards, activations and offloading."""

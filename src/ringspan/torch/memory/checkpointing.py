@@ -1,4 +1,4 @@
-"""Activation checkpointing: what a layer keeps for its backward pass and what it computes again."""
+"""Activation checkpointing: what a layer keeps for backward and what it recomputes."""
 
 import sys
 from functools import partial
@@ -23,10 +23,7 @@ LAYER: Final = torch.ops.ringspan.layer_attention.default
 
 
 def layer_sizes(config: PreTrainedConfig, tp: int = 1) -> LayerSizes:
-    """The sizes of the largest layer that a config describes, or one of ``tp`` ranks' share of it.
-
-    In the shape of Llama's: norms on queries and keys or behind a sublayer keep more.
-    """
+    """Return the largest layer's sizes, or one of ``tp`` ranks' share; extra norms beyond Llama's keep more."""
     heads, kv_heads = (count // tp for count in max(head_counts(config)))
     intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     return LayerSizes(
@@ -48,8 +45,7 @@ def choose_checkpoint(
     feedforward_in_chunks: bool = False,
     layers_per_checkpoint: int | None = None,
 ) -> tuple[CheckpointName, int]:
-    """The policy, and its ``layers_per_checkpoint``, that computes least again and keeps at most so many bytes of
-    ``tokens`` local tokens in all layers.
+    """Choose the policy and ``layers_per_checkpoint`` that recompute least within a byte budget for ``tokens`` tokens.
 
     In this order: ``none``; ``attention``, then with ever more layers that share an input; ``full``, in the same way.
     A number of layers that is given stays.
@@ -82,7 +78,7 @@ def choose_checkpoint(
 
 
 def check_checkpointing(model: PreTrainedModel, policy: str, offload: str, layers_per_checkpoint: int) -> None:
-    """Raise what is wrong with the options of ``checkpoint_layers``; the model is only looked at.
+    """Check the options of ``checkpoint_layers`` without changing the model.
 
     Raises:
         ConfigError: an unknown policy, a model without checkpointing, or nothing to offload or to put in segments.
@@ -102,7 +98,7 @@ def check_checkpointing(model: PreTrainedModel, policy: str, offload: str, layer
 def checkpoint_layers(
     model: PreTrainedModel, policy: CheckpointName, offload: OffloadName = "none", layers_per_checkpoint: int = 1
 ) -> None:
-    """Checkpoint every decoder layer of a Hugging Face model, by options that ``check_checkpointing`` has passed.
+    """Checkpoint every decoder layer of a Hugging Face model, by checked options.
 
     ``none`` keeps everything; ``full`` keeps a layer's input and computes the layer again; ``attention`` also keeps the
     ring's result and log-sum-exp, so that the ring forward (its FLOPs and all of its communication) never runs again.
@@ -137,7 +133,7 @@ def checkpoint_layers(
 
 
 def checkpoint_all(model: Any, options: dict[str, Any]) -> None:
-    """Checkpoint all layers of a model of transformers, with these options of ``torch.utils.checkpoint``."""
+    """Checkpoint all layers of a transformers model with ``torch.utils.checkpoint`` options."""
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:  # its name before transformers 5.2x
@@ -148,7 +144,7 @@ def checkpoint_all(model: Any, options: dict[str, Any]) -> None:
 
 
 class _InSegments(Mixin):
-    """What segments and offloading add to a decoder's class."""
+    """Decoder mixin for segments and offloading."""
 
     activation_segments: Segments
 

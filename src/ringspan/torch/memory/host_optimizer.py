@@ -11,11 +11,11 @@ from ringspan.torch.layers.modules import local_part
 
 
 class HostAdamW(torch.optim.AdamW):
-    """AdamW whose moments, and a copy of the weights to step on, are in host memory; the result is AdamW's.
+    """AdamW with moments and weight copies in host memory; the result is AdamW's.
 
-    A step copies the gradients there and the new weights back, a parameter at a time. With ``masters`` the host keeps
-    float32 moments and a float32 copy of each weight, which all steps add to; the device has its nearest neighbour in
-    the dtype of the parameter.
+    A step copies gradients there and weights back, one parameter at a time. With ``masters`` the host keeps float32
+    moments
+    and float32 weights that all steps add to; the device gets them rounded to the parameter's dtype.
     """
 
     def __init__(self, params: Any, *, masters: bool = False, **options: Any) -> None:
@@ -42,7 +42,7 @@ class HostAdamW(torch.optim.AdamW):
         return loss
 
     def state_dict(self) -> dict[str, Any]:
-        """As AdamW's: moments are distributed like their weights."""
+        """Return AdamW's state; moments are distributed like their weights."""
         packed = super().state_dict()
         parameters = [p for group in self.param_groups for p in group["params"]]
         for index, state in packed["state"].items():
@@ -50,7 +50,7 @@ class HostAdamW(torch.optim.AdamW):
         return packed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As AdamW's; moments go to host memory."""
+        """Load AdamW's state, with moments in host memory."""
         super().load_state_dict(state_dict)
         if self._masters:
             keep_float32(self, state_dict)
@@ -60,7 +60,7 @@ class HostAdamW(torch.optim.AdamW):
 
 
 def keep_float32(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """After ``load_state_dict``, which casts state as its parameter is: let it be float32, as it was saved."""
+    """Keep state float32 after ``load_state_dict``, which casts it to the parameter's dtype."""
     indices = [index for group in state_dict["param_groups"] for index in group["params"]]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for index, p in zip(indices, parameters, strict=True):
@@ -70,7 +70,7 @@ def keep_float32(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
 
 
 def step_of_adamw(weight: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-    """AdamW's step of one weight, in place, by the settings of its group."""
+    """Step one weight by AdamW, in place, with its group's settings."""
     adamw(
         [weight],
         [gradient],

@@ -1,7 +1,7 @@
-"""What checkpointing keeps, away from the device until backward wants it.
+"""Offloading of checkpointed tensors until backward needs them.
 
-On CUDA it goes to pinned host memory over a stream of its own, and comes back the same way one piece ahead of its use.
-On the CPU it goes to memory-mapped files, whose pages the system may write out and drop, by the same steps.
+CUDA tensors go to pinned host memory over their own stream and return one piece ahead of use; CPU tensors go to
+memory-mapped files, whose pages the system may write out and drop, by the same steps.
 """
 
 import mmap
@@ -23,10 +23,11 @@ _AHEAD: Final = 3
 
 
 class Store:
-    """Puts tensors away and gives them back, best in the opposite order, in which they are fetched ahead.
+    """Store of tensors, best fetched in reverse order, which is prefetched.
 
-    What has fewer than ``min_bytes`` stays where it is, and so do parameters and integers. Files lie in ``folder``, the
-    system's own when None, and vanish with the tensors.
+    Parameters, integers and tensors below ``min_bytes`` stay. Files are in ``folder`` (default: the system's) and
+    vanish
+    with their tensors.
     """
 
     def __init__(self, *, min_bytes: int | None = None, folder: str | None = None) -> None:
@@ -36,7 +37,7 @@ class Store:
         self._newest: weakref.ref[Any] | None = None
 
     def put(self, tensor: Tensor) -> Any:
-        """A stand-in for the tensor, which is free to go; the tensor itself where it stays."""
+        """Return a stand-in for the tensor, or the tensor itself if it stays."""
         # Parameters are there anyway, and small tensors cost more than they free.
         if isinstance(tensor, nn.Parameter) or tensor.nbytes < max(1, self.min_bytes) or not tensor.is_floating_point():
             return tensor
@@ -48,23 +49,23 @@ class Store:
         return parked
 
     def get(self, parked: Any, *, again: bool = False) -> Tensor:
-        """The tensor that ``put`` was given. If it will be wanted ``again``, it is fetched ahead then too."""
+        """Return the tensor of ``put``; ``again`` also prefetches it next time."""
         return parked if isinstance(parked, Tensor) else parked.get(again=again)
 
     def hooks(self) -> saved_tensors_hooks:
-        """While this context is active, what autograd keeps goes to the store."""
+        """Put what autograd saves into the store while active."""
         return saved_tensors_hooks(self.put, self.get)
 
 
 class _Parked:
-    """A tensor that is away. Asked for, it starts the few that were put away before it on their way back."""
+    """A stored tensor, which prefetches a few that were stored before it."""
 
     def __init__(self, tensor: Tensor, before: "_Parked | None", folder: str | None) -> None:
         self._before = None if before is None else weakref.ref(before)
         self._wanted = True
 
     def get(self, *, again: bool) -> Tensor:
-        """The tensor, which may be wanted ``again``."""
+        """Return the tensor, which may be wanted ``again``."""
         self._wanted = again
         tensor = self._bring()
         earlier = self
@@ -78,7 +79,7 @@ class _Parked:
         return tensor
 
     def fetch(self) -> None:
-        """Start the way back, once."""
+        """Start fetching, once."""
         raise NotImplementedError
 
     def _bring(self) -> Tensor:
@@ -86,7 +87,7 @@ class _Parked:
 
 
 class _Mapped(_Parked):
-    """A tensor in a file without a name, mapped into memory."""
+    """A tensor in an unnamed memory-mapped file."""
 
     def __init__(self, tensor: Tensor, before: _Parked | None, folder: str | None) -> None:
         super().__init__(tensor, before, folder)
@@ -111,9 +112,7 @@ class _Mapped(_Parked):
 
 
 def _reserve(file: int, num_bytes: int, folder: str | None) -> None:
-    """Give a file its size, and room on its disk, where the system can say that there is none: a page of a map that
-    cannot be written ends the process without a word.
-    """
+    """Reserve a file's disk space if possible: writing to an unbacked map page kills the process silently."""
     if not hasattr(os, "posix_fallocate"):
         os.truncate(file, num_bytes)
         return
@@ -127,7 +126,7 @@ def _reserve(file: int, num_bytes: int, folder: str | None) -> None:
 
 
 class _Pinned(_Parked):
-    """A CUDA tensor in pinned host memory, copied over a stream beside the computing one."""
+    """A CUDA tensor in pinned host memory, copied on a separate stream."""
 
     _streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
 
@@ -169,7 +168,7 @@ class _Pinned(_Parked):
 
 
 class _Nowhere(_Parked):
-    """A tensor whose numbers nobody wants: in no memory until it is fetched."""
+    """A tensor without memory, whose values are not needed, until it is fetched."""
 
     def __init__(self, tensor: Tensor, before: _Parked | None, folder: str | None) -> None:
         super().__init__(tensor, before, folder)

@@ -1,9 +1,7 @@
-"""AdamW for parameters in bfloat16, which has too few digits for the updates of a training run.
+"""AdamW for bfloat16 parameters, with stochastic rounding.
 
-A parameter that is rounded to the nearest of 256 numbers between two powers of 2 loses each update below a 512th of
-itself. Here the update is computed in float32, of float32 moments, and rounded at random to one of the two neighbours,
-in proportion, so that small updates add up in the mean: ``E[round(w)] = w``.
-
+Rounding to nearest loses updates below 1/512 of a parameter. Here updates are computed in float32 and rounded at random
+to a neighbour, in proportion: ``E[round(w)] = w``.
 Source: Gupta et al. 2015, "Deep Learning with Limited Numerical Precision", section 3.
 """
 
@@ -20,11 +18,10 @@ _SEEDS: Final = 1 << 31
 
 
 class RoundingAdamW(torch.optim.AdamW):
-    """AdamW whose moments are float32, and whose parameters in bfloat16 are rounded at random.
+    """AdamW with float32 moments and random rounding of bfloat16 parameters.
 
-    The random numbers are a function of the step and of the place of a parameter among all, so that ranks which have
-    the same part of it round alike, and a run that is resumed rounds as the first one did. Parameters in float32 are
-    stepped as by AdamW.
+    Random numbers depend on the step and the parameter's place, so that replicas and resumed runs round alike. Float32
+    parameters are stepped as by AdamW.
 
     Raises:
         ConfigError: parameters of another dtype than these two.
@@ -62,13 +59,13 @@ class RoundingAdamW(torch.optim.AdamW):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As AdamW's; moments stay float32, where PyTorch would cast them as the parameters are."""
+        """Load AdamW's state; moments stay float32, where PyTorch would cast them to the parameter's dtype."""
         super().load_state_dict(state_dict)
         keep_float32(self, state_dict)
 
 
 def rounded(x: Tensor, generator: torch.Generator) -> Tensor:
-    """float32 -> bfloat16, up or down at random so that the mean is ``x``; what bfloat16 has stays as it is."""
+    """Round float32 to bfloat16 at random with mean ``x``; exact values stay."""
     bits = x.contiguous().view(torch.int32)
     noise = torch.randint(0, 1 << 16, x.shape, generator=generator, device=x.device, dtype=torch.int32)
     # The lower half, with noise below one unit of the upper half added, carries into it in proportion.

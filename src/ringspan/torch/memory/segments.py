@@ -1,10 +1,8 @@
-"""Decoder layers in segments that keep one input together (Chen et al. 2016, "Training Deep Nets with Sublinear Memory
-Cost"), and the ring's results kept beside.
+"""Segments of decoder layers that keep one input (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost").
 
-A checkpointed layer keeps its input and is computed again from it. Of a segment's layers only the first one does; when
-backward reaches the last one, the inputs of all but the first are made again in one go, without what autograd keeps,
-and each is let go when its layer is done. ``L`` layers thus hold ``L / k + k - 1`` inputs at most instead of ``L``, for
-one more forward pass of all but every k-th layer. Where the ring's results are kept, the ring does not run in it.
+Only a segment's first layer keeps its input. When backward reaches the last one, the other inputs are recomputed in one
+go without autograd, and each is freed after its layer: at most ``L / k + k - 1`` inputs instead of ``L``, for one more
+forward pass of all but every k-th layer. Kept ring results spare the ring in it.
 """
 
 from collections.abc import Callable, Generator, Iterator
@@ -31,7 +29,7 @@ RING: Final = torch.ops.ringspan.ring_attention.default
 
 
 class Segments:
-    """Checkpoints layers ``size`` by ``size``; ``store`` says where what they keep waits for backward."""
+    """Checkpointing in segments of ``size`` layers; ``store`` holds their inputs until backward."""
 
     def __init__(self, size: int, store: Store, *, keeps_attention: bool) -> None:
         self._size, self._store, self._keeps_attention = size, store, keeps_attention
@@ -40,7 +38,7 @@ class Segments:
 
     @contextmanager
     def forward_pass(self) -> Iterator[None]:
-        """A forward pass of the decoder: its first layer begins a segment."""
+        """Begin a segment at the first layer of a decoder's forward pass."""
         try:
             with self._store.hooks():
                 yield
@@ -48,7 +46,7 @@ class Segments:
             self._segment = self._last = None
 
     def checkpoint(self, layer: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
-        """``function(*args)``, which computes the layer of the hidden states ``args[0]``, checkpointed.
+        """Checkpoint ``function(*args)``, a layer of the hidden states ``args[0]``.
 
         Raises:
             UnsupportedError: the layer is not a segment's first, and its input is not what the one before it returned.
@@ -83,10 +81,9 @@ class Segments:
 
 
 def checkpointed(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """``torch.utils.checkpoint``, of which nothing is left when ``function`` raises.
+    """Run ``torch.utils.checkpoint``, but leave no hooks behind when ``function`` raises.
 
-    Until torch 2.12 it left its hooks for saved tensors to a generator, which lived as long as the exception: what
-    further forward passes saved was then made again from the layer that had raised.
+    Until torch 2.12 they live as long as the exception, and later passes would recompute from the failed layer.
     """
     if torch.compiler.is_compiling():  # a program has no exceptions
         return checkpoint(function, *args, **options)
@@ -102,7 +99,7 @@ def checkpointed(function: Callable[..., Any], *args: Any, **options: Any) -> An
 
 @dataclass(frozen=True)
 class _Call:
-    """A layer's forward pass, to be run again from its input."""
+    """A layer's forward pass, to be rerun from its input."""
 
     layer: nn.Module
     function: Callable[..., Any]
@@ -112,7 +109,7 @@ class _Call:
     kept: list[tuple[Any, ...]]  # results of the ring
 
     def again(self, hidden: Tensor) -> Tensor:
-        """What the layer returned for this input. What is kept stays so."""
+        """Rerun the layer for this input; kept results stay."""
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(self.surroundings())
@@ -123,7 +120,7 @@ class _Call:
 
 
 class _Segment:
-    """Layers of one forward pass, the first one's input, and in backward those of the others."""
+    """A segment of one forward pass: its layers, first input and, in backward, the other inputs."""
 
     def __init__(self, store: Store) -> None:
         self.calls: list[_Call] = []
@@ -132,7 +129,7 @@ class _Segment:
         self._made: dict[int, Tensor] = {}
 
     def hooks(self, place: int, hidden: Tensor) -> saved_tensors_hooks:
-        """While active, autograd keeps the segment instead of the input of any but its first layer."""
+        """Save the segment in autograd instead of inputs after the first."""
         form = hidden.shape, hidden.dtype  # not ``hidden``, which would live as long as what is kept
         is_input = iter((True,))  # checkpointing keeps the layer's arguments, ``hidden`` first
 
@@ -150,7 +147,6 @@ class _Segment:
         return saved_tensors_hooks(pack, unpack)
 
     def _input(self, place: int) -> Tensor:
-        """The input of the layer there."""
         if place not in self._made:
             hidden = self._store.get(self._first, again=True)
             # Backward asks for the last layer's input first; the others' are made on the way and wait in ``_made``.
@@ -163,7 +159,7 @@ class _Segment:
 
 @contextmanager
 def _gathered(layer: nn.Module, coming: nn.Module | None, *, stays: bool) -> Iterator[None]:
-    """A layer whose parameters are whole, the next one's on their way; those of one that ``stays`` backward wants."""
+    """Gather a layer's parameters while active, prefetch the next one's, and keep them for backward if it ``stays``."""
     if isinstance(layer, FSDPModule):
         layer.unshard()
         # Gathered while this layer computes, as FSDP does in an ordinary forward pass.
@@ -175,7 +171,7 @@ def _gathered(layer: nn.Module, coming: nn.Module | None, *, stays: bool) -> Ite
 
 
 def _surroundings(hidden: Tensor) -> Callable[[], Any]:
-    """A context with the random numbers and the autocast of now."""
+    """Return a context with the current random state and autocast."""
     kind = hidden.device.type
     cpu_state = torch.get_rng_state()
     devices, states = get_device_states(hidden)

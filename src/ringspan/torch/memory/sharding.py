@@ -1,4 +1,4 @@
-"""Weights, gradients and optimizer state in shards over the ring (FSDP2), and what is left of a pass that failed."""
+"""FSDP2 shards of weights, gradients and optimizer state over the ring, and recovery after a failed pass."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,8 +19,7 @@ from ringspan.torch.layers.packed import split_into_parts
 def shard_weights(
     model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, compute_dtype: torch.dtype | None
 ) -> None:
-    """Shard each layer's parameters, and those of the model around them, over the ring, in place; replicas copy. What
-    is inside of a layer comes before it.
+    """Shard each layer's parameters, then those around them, over the ring, in place; replicas copy.
 
     Gradients are summed over all ranks in float32, or in float64 where parameters are.
     """
@@ -42,7 +41,7 @@ def shard_weights(
 
 
 def _take_whole_tensors(model: Any, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Let ``load_state_dict`` of a module of the model take tensors as files have them: of each, this rank's part."""
+    """Let ``load_state_dict`` take whole tensors and keep this rank's part of each."""
     settle(model)
     for name, parameter in module._parameters.items():
         given: Any = state.get(prefix + name)
@@ -53,7 +52,7 @@ def _take_whole_tensors(model: Any, module: nn.Module, state: dict[str, Any], pr
 
 
 def _as_sharded(given: Tensor, parameter: DTensor) -> DTensor:
-    """This rank's part of a whole tensor, split as a parameter is."""
+    """Return this rank's part of a whole tensor, split like a parameter."""
     # The places that torch.distributed.checkpoint plans with, for every kind of sharding.
     places: Any = parameter.__create_chunk_list__()
     local = given.detach().new_empty(parameter.to_local().shape)
@@ -73,7 +72,7 @@ def _as_sharded(given: Tensor, parameter: DTensor) -> DTensor:
 
 @torch.compiler.disable()
 def settle(model: FSDPModule) -> None:
-    """Between two passes: put all weights back into their shards, whatever the pass before left behind.
+    """Return all weights to their shards between two passes.
 
     FSDP leaves the outermost weights whole after a forward pass, for the backward pass. Where none follows, an
     optimizer made then would be given copies of the shards, and the next forward pass would compute with weights from
@@ -102,14 +101,14 @@ def settle(model: FSDPModule) -> None:
 
 @torch.compiler.disable()
 def note_copies(model: FSDPModule) -> None:
-    """After a forward pass: remember the copies that stay whole for backward, to see if somebody writes them."""
+    """Remember copies kept whole after a forward pass, to detect writes to them."""
     for parameter in _whole_parameters(model):
         parameter.ring_version = parameter._unsharded_param._version
 
 
 @torch.compiler.disable()
 def with_shards(model: FSDPModule, output: Any) -> Any:
-    """The output of a forward pass, after which modules have their shards again, whose copies wait for backward.
+    """Put the shards back after a forward pass and return its output; copies wait for backward.
 
     A copy's gradient is summed over ranks: a penalty on a whole weight would count once for each of them.
     """
@@ -121,33 +120,31 @@ def with_shards(model: FSDPModule, output: Any) -> Any:
 
 
 def _put_in_place(model: FSDPModule, kind: str) -> None:
-    """Give modules the shards, or the copies, of parameters that are whole now."""
+    """Give modules the shards, or the copies, of gathered parameters."""
     for parameter in _whole_parameters(model):
         parameter._setattr_on_modules(getattr(parameter, kind))
 
 
 def _written_copies(model: FSDPModule) -> list[str]:
-    """The names of weights whose copies were written since the forward pass that gathered them."""
+    """Return the names of weights whose copies were written since they were gathered."""
     changed = [p for p in _whole_parameters(model) if getattr(p, "ring_version", None) != p._unsharded_param._version]
     return [parameter._param_fqn or "a weight" for parameter in changed if hasattr(parameter, "ring_version")]
 
 
 def _whole_parameters(model: FSDPModule) -> list[Any]:
-    """What FSDP knows of the parameters that are whole now."""
+    """Return FSDP's records of gathered parameters."""
     groups = [group for group in _groups_of(model) if group.is_unsharded]
     return [parameter for group in groups for parameter in group.fsdp_params]
 
 
 def _state_of(module: FSDPModule) -> Any:
-    """What FSDP knows of a module; there is no public way to ask whether it is in a pass."""
+    """Return FSDP's state of a module; there is no public way to ask whether it is in a pass."""
     return module._get_fsdp_state()
 
 
 @torch.compiler.disable()
 def recover(model: FSDPModule) -> None:
-    """Put all weights back into their shards after an exception, and drop the gradients that were on their way there,
-    so that the next pass begins anew.
-    """
+    """Return weights to their shards after an exception and drop pending gradients, for a clean next pass."""
     for group in _groups_of(model):
         for parameter in group.fsdp_params:
             if hasattr(parameter, "_unsharded_param"):  # whose gradient nobody has summed over the ranks yet
@@ -168,10 +165,7 @@ def recover(model: FSDPModule) -> None:
 
 @contextmanager
 def kept_whole(model: Any) -> Iterator[None]:
-    """While passes without gradients are made: weights that were gathered once stay so.
-
-    Afterwards all are shards again, so that an optimizer's next step does not leave gathered copies of old weights.
-    """
+    """Keep gathered weights whole during passes without gradients, then reshard: no optimizer steps stale copies."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     before = [
         (_state_of(module)._auto_reshard_after_forward, [group.post_forward_mesh_info for group in _groups_in(module)])
@@ -190,13 +184,13 @@ def kept_whole(model: Any) -> Iterator[None]:
 
 
 def gathered_parameters(model: Any) -> list[nn.Parameter]:
-    """What stands in the place of parameters while they are whole: copies, which no optimizer may be given."""
+    """Return the gathered copies of parameters, which no optimizer may be given."""
     parameters = [parameter for group in _groups_of(model) for parameter in group.fsdp_params]
     return [parameter._unsharded_param for parameter in parameters if hasattr(parameter, "_unsharded_param")]
 
 
 def unseen_parameters(model: Any) -> list[str]:
-    """The names of weights in whose place a module has others than those that FSDP gathers."""
+    """Return the names of weights that a module has replaced by others than FSDP gathers."""
     names: list[str] = []
     for group in _groups_of(model):
         if not group._reset_sharded_params:  # before the first pass, in which it looks at all of them again
@@ -214,10 +208,9 @@ def unseen_parameters(model: Any) -> list[str]:
 
 @torch.compiler.disable()
 def renew_types(model: FSDPModule) -> None:
-    """Let FSDP look again at parameters of which none needed a gradient in the first forward pass.
+    """Renew FSDP's dtypes for parameters without gradients in the first pass, after which it never looks again.
 
-    It looks once. A first pass with adapters switched off, or before layers are unfrozen, leaves it without a type to
-    sum gradients in, and it would take that of the computation.
+    It would otherwise sum their gradients in the dtype of the computation.
     """
     for group in _groups_of(model):
         if group._orig_dtype is None and any(p.sharded_param.requires_grad for p in group.fsdp_params):
@@ -225,7 +218,7 @@ def renew_types(model: FSDPModule) -> None:
 
 
 def _groups_of(model: Any) -> list[Any]:
-    """What FSDP gathers together: the parameters of each layer, and those around the layers."""
+    """Yield FSDP's parameter groups: each layer's, and those around the layers."""
     states = _state_of(model)._state_ctx.all_states
     if not states:  # before the first pass, which makes them one context
         states = [_state_of(module) for module in model.modules() if isinstance(module, FSDPModule)]
@@ -233,7 +226,7 @@ def _groups_of(model: Any) -> list[Any]:
 
 
 def _groups_in(module: FSDPModule) -> list[Any]:
-    """What FSDP gathers for one module that was given to it."""
+    """Return FSDP's parameter groups of one module."""
     return _groups_of_state(_state_of(module))
 
 

@@ -1,7 +1,6 @@
-"""Blocks that several layers share (Zamba): one module in all of them, whose weights are gathered by themselves.
+"""Blocks shared by several layers (Zamba): one module in all of them, with its own FSDP group.
 
-FSDP gathers each layer's weights with that layer, so that none may be in two. transformers ties such blocks weight by
-weight: each layer has a module of its own, over the same parameters.
+FSDP gathers a layer's weights together, so no weight may be in two. transformers ties such blocks weight by weight.
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from ringspan.torch.layers.modules import hooks_of
 
 
 class SharedBlock(NamedTuple):
-    """A module inside of a layer, by the path of each in the model, and the one of an earlier layer that it equals."""
+    """A module's path inside of a layer, and that of its equal in an earlier layer."""
 
     layer: str
     place: str
@@ -22,7 +21,7 @@ class SharedBlock(NamedTuple):
 
 
 def find_shared_blocks(model: nn.Module) -> list[SharedBlock]:
-    """The blocks of layers that an earlier layer has too; the model is only looked at.
+    """Return the blocks that layers share with earlier ones, without changing the model.
 
     Raises:
         UnsupportedError: a weight that two layers share alone, not with all of a block.
@@ -48,7 +47,7 @@ def find_shared_blocks(model: nn.Module) -> list[SharedBlock]:
 
 
 def join_shared_blocks(model: nn.Module) -> list[nn.Module]:
-    """Put the first of equal blocks into all layers that have one, in place; these blocks, each once."""
+    """Put the first of equal blocks into all their layers, in place; return these blocks, each once."""
     blocks: dict[int, nn.Module] = {}
     for block in find_shared_blocks(model):
         model.get_submodule(block.layer).set_submodule(block.place, block.first)
@@ -57,7 +56,7 @@ def join_shared_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _block_around(name: str, layer: nn.Module, other: nn.Module) -> str | None:
-    """The largest module around a parameter that is the same in two layers; None where there is none."""
+    """Return the largest module around a parameter that is equal in two layers, or None."""
     place = ""
     for part in name.split(".")[:-1]:
         place = f"{place}.{part}" if place else part
@@ -78,6 +77,6 @@ def _are_alike(layer: nn.Module, other: nn.Module, place: str) -> bool:
 
 
 def _kind_of(path: str, module: nn.Module) -> tuple[Any, ...]:
-    """What a module computes, beside its weights: another one for two that have hooks of their own, say."""
+    """Return what a module computes beside its weights: modules with own hooks differ."""
     values = {name: x for name, x in vars(module).items() if isinstance(x, (bool, int, float, str))}
     return path, type(module), hooks_of(module), vars(module).get("forward"), values

@@ -1,7 +1,7 @@
-"""What layers with a state have to know of the sequence that they work on, and what they keep of a pass.
+"""Current sequence and recorded results for layers with a state.
 
-A layer's own code hands tensors to a function of its module, and says nothing of layouts and documents. So these are
-around it while it computes, and while it is computed again in backward.
+A layer's code hands only tensors to its functions, so layouts and documents surround it as context, also while it is
+recomputed in backward.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -17,7 +17,7 @@ from ringspan.core.geometry.layout import Layout
 
 
 class Record:
-    """What the calls of one layer made: kept in its forward pass, and given again each time that is computed again."""
+    """Results of one layer's calls, recorded in forward and replayed in recomputation."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[Tensor, ...]] = []
@@ -25,11 +25,11 @@ class Record:
         self._next = 0
 
     def begin(self) -> None:
-        """The layer's forward pass begins: the first time it is recorded."""
+        """Begin a layer's forward pass; the first one is recorded."""
         self._is_replayed, self._next = self._next > 0, 0
 
     def made(self, compute: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
-        """``compute()``, or what it was the first time."""
+        """Return ``compute()``, or its recorded result."""
         if not self._is_replayed:
             self._kept.append(tuple(x.detach() for x in compute()))
         self._next += 1
@@ -38,22 +38,20 @@ class Record:
 
 @dataclass
 class Before:
-    """What the layer that is computed now takes from the tokens before this pass, which a cache holds; the same on
-    every rank. None where no token was.
-    """
+    """A layer's cached state from tokens before this pass, alike on every rank; None without any."""
 
     inputs: Tensor | None = None
-    """Of its convolution, (B, C, K), the last ones."""
+    """Last inputs of its convolution, (B, C, K)."""
     state: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class SequencePass:
-    """The sequences that a forward pass works on: how they are split, and where their documents begin.
+    """Sequences of a forward pass: their layouts and documents.
 
-    ``layouts`` has one for each sequence of the batch, or one where they are split alike; ``starts`` has positions in
-    increasing order, 0 the first, for each sequence, or once where they are alike. ``packed`` is what attention is told
-    of the documents. ``before`` is there in a pass over a cache, whose layout counts from its first token on.
+    ``layouts`` and ``starts`` (increasing, from 0) have one entry per sequence, or one if all are alike. ``packed``
+    tells
+    attention of the documents. ``before`` is set in a pass over a cache, whose layout counts from its first token.
     """
 
     layouts: tuple[Layout, ...]
@@ -64,7 +62,7 @@ class SequencePass:
     before: Before | None = field(default=None, compare=False)
 
     def of_rows(self) -> "list[tuple[slice, SequencePass]]":
-        """The sequences that are split alike, each of the others by itself."""
+        """Yield the sequences that are split alike."""
         if len(self.layouts) == 1:
             return [(slice(None), self)]
         return [
@@ -77,13 +75,13 @@ _current: ContextVar[SequencePass | None] = ContextVar("sequence_pass", default=
 
 
 def current_pass() -> SequencePass | None:
-    """The pass that layers compute now; None outside of a model on a ring."""
+    """Return the current pass; None outside of a model on a ring."""
     return _current.get()
 
 
 @contextmanager
 def passing(sequences: SequencePass | None) -> Iterator[None]:
-    """While active, layers with a state work on these sequences."""
+    """Make this the pass of layers with a state."""
     token = _current.set(sequences)
     try:
         yield
@@ -92,10 +90,7 @@ def passing(sequences: SequencePass | None) -> Iterator[None]:
 
 
 def carried(checkpoint: Callable[..., Any], *, keeps: bool) -> Callable[..., Any]:
-    """A function that checkpoints layers, such that what they compute again is of the pass that they computed first.
-
-    With ``keeps`` a layer's states and what they contribute are kept, so that neither is computed or sent again.
-    """
+    """Wrap a checkpoint function so that recomputation belongs to its original pass; ``keeps``: reuse states."""
 
     def checkpoint_in_pass(function: Callable[..., Any], *args: Any) -> Any:
         now = current_pass()
@@ -115,9 +110,7 @@ def carried(checkpoint: Callable[..., Any], *, keeps: bool) -> Callable[..., Any
 
 
 def carry_passes(layers: Iterable[Any], *, keeps: bool) -> None:
-    """Make the checkpointed ones of some layers of transformers compute again as they computed first, see
-    ``carried``.
-    """
+    """Carry passes through the checkpointed layers of transformers (``carried``)."""
     for layer in layers:
         if getattr(layer, "gradient_checkpointing", False):
             layer._gradient_checkpointing_func = carried(layer._gradient_checkpointing_func, keeps=keeps)

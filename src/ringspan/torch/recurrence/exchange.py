@@ -1,6 +1,6 @@
-"""What travels between spans: states and the maps that compose them, and the halos of convolutions.
+"""Exchange of states, their composing maps and convolution halos between spans, as operators that trace.
 
-As operators, which trace without communicating. n local spans in storage order, B batch, C channels, T local tokens.
+n local spans in storage order, B batch, C channels, T local tokens.
 """
 
 from typing import Any
@@ -17,13 +17,13 @@ from ringspan.torch.transport.protocol import Transport, transport_of
 
 
 def applied(maps: Tensor, states: Tensor, is_matrix: bool) -> Tensor:
-    """``A S``: A is a matrix (..., K, K), or has factors of S's entries."""
+    """Compute ``A S``, where A is a matrix (..., K, K) or has factors of S's entries."""
     return maps @ states if is_matrix else maps * states
 
 
 @torch.library.custom_op("ringspan::scan_states", mutates_args=())
 def scan_states(maps: Tensor, states: Tensor, plan: str, is_matrix: bool, reverse: bool) -> Tensor:
-    """The state that each local span takes: of the maps ``A_j S + B_j`` of the spans before it. 0 where it takes none.
+    """Return each local span's incoming state, composed of earlier spans' maps ``A_j S + B_j``; 0 if none.
 
     maps (n, B, ...) are A and states (n, B, ...) B. In ``reverse`` the spans come from the last one on, A is transposed
     and what a span takes is the gradient of the state behind it.
@@ -52,7 +52,7 @@ def _(maps: Tensor, states: Tensor, *_: Any) -> Tensor:
 def scan(
     maps: Tensor, states: Tensor, plan: Plan, rank: int, transport: Transport, *, is_matrix: bool, reverse: bool
 ) -> Tensor:
-    """``scan_states`` over a transport."""
+    """Run ``scan_states`` over a transport."""
     mine = plan.mine(rank)
     if reverse and is_matrix:
         maps = maps.mT
@@ -98,15 +98,13 @@ def scan(
 
 @torch.library.custom_op("ringspan::halo", mutates_args=())
 def halo_of(x: Tensor, width: int, plan: str) -> Tensor:
-    """The ``width`` inputs before each local span, 0 where no sequence of the batch needs them: (B, C, T) -> (n, B, C,
-    width).
-    """
+    """Return the ``width`` inputs before each local span, 0 where not needed: (B, C, T) -> (n, B, C, width)."""
     return _lent(x, x.shape[-1], width, plan, reverse=False)
 
 
 @torch.library.custom_op("ringspan::halo_backward", mutates_args=())
 def halo_backward(dhalo: Tensor, width: int, tokens: int, plan: str) -> Tensor:
-    """What the inputs (B, C, tokens) of this rank contributed to halos: (n, B, C, width) -> (B, C, tokens)."""
+    """Return the gradients of inputs from those of halos: (n, B, C, width) -> (B, C, tokens)."""
     return _lent(dhalo, tokens, width, plan, reverse=True)
 
 
@@ -141,7 +139,7 @@ def _lent(x: Tensor, tokens: int, width: int, plan: str, *, reverse: bool) -> Te
 
 
 def lend(x: Tensor, tokens: int, width: int, plan: Plan, rank: int, transport: Transport, *, reverse: bool) -> Tensor:
-    """``halo_of``, or ``halo_backward`` in reverse, over a transport."""
+    """Run ``halo_of``, or ``halo_backward`` in reverse, over a transport."""
     mine = plan.mine(rank)
     index = {number: i for i, number in enumerate(mine)}
     shape = (*x.shape[1:-1], tokens) if reverse else (len(mine), *x.shape[:-1], width)

@@ -1,4 +1,4 @@
-"""One rank's part of a recurrence: its spans, their pieces, and who sends whom what."""
+"""One rank's part of a recurrence: its spans, their pieces and messages."""
 
 import json
 from collections.abc import Iterator
@@ -15,10 +15,7 @@ from ringspan.core.recurrence.spans import Links, Place, links_of, passes, piece
 
 @dataclass(frozen=True)
 class LocalPiece:
-    """Tokens ``start`` to ``stop - 1`` of this rank, of one document.
-
-    ``continues``: it takes a state, or inputs, from the span before; else its document begins.
-    """
+    """Local tokens ``start`` to ``stop - 1`` of one document; ``continues``: it takes state from the span before."""
 
     start: int
     stop: int
@@ -26,7 +23,7 @@ class LocalPiece:
 
 
 class Plan:
-    """Who computes what, and who sends whom what, for the sequences of one layout with the same documents."""
+    """Work and messages for the sequences of one layout with the same documents."""
 
     def __init__(self, layout: Layout, starts: tuple[tuple[int, ...], ...]) -> None:
         self.layout, self.starts = layout, starts
@@ -46,38 +43,37 @@ class Plan:
         return scan_rounds(self.links.reverse)
 
     def loans(self, width: int) -> tuple[Loan, ...]:
-        """Who lends whom inputs for halos of that width."""
+        """Return the loans of inputs for halos of a width."""
         if width not in self._loans:
             self._loans[width] = halo_loans(self.places, width, self.starts)
         return self._loans[width]
 
     def mine(self, rank: int) -> tuple[int, ...]:
-        """Which spans a rank holds, in storage order."""
+        """Return a rank's spans, in storage order."""
         held = [(place.place, number) for number, place in enumerate(self.places) if place.rank == rank]
         return tuple(number for _, number in sorted(held))
 
     def rows(self) -> list[tuple[slice, tuple[int, ...]]]:
-        """The sequences of a batch that have the same documents, and where these begin."""
+        """Return the sequences with the same documents, and where these begin."""
         if len(self.starts) == 1:
             return [(slice(None), self.starts[0])]
         return [(slice(row, row + 1), starts) for row, starts in enumerate(self.starts)]
 
     def pieces(self, number: int, starts: tuple[int, ...]) -> Iterator[LocalPiece]:
-        """The pieces of a span in a sequence whose documents begin there."""
         place = self.places[number]
         for offset, count, begins in pieces_of(place, starts):
             first = place.offset + offset
             yield LocalPiece(first, first + count, number > 0 and not begins)
 
     def passes(self, number: int, starts: tuple[int, ...]) -> bool:
-        """Whether the state that a span takes goes on behind it."""
+        """Return whether the state that a span takes goes on behind it."""
         return passes(self.places, number, starts)
 
     def reach_back(self, number: int, width: int, starts: tuple[int, ...]) -> int:
         return reach_back(self.places, number, width, starts)
 
     def is_taken(self, number: int) -> bool:
-        """Whether the next span takes the state behind this one."""
+        """Return whether the next span takes the state behind this one."""
         return number + 1 < len(self.places) and self.links.takes[number + 1]
 
     def takes(self, number: int) -> bool:
@@ -93,14 +89,14 @@ def plan_of(layout: Layout, starts: tuple[tuple[int, ...], ...]) -> Plan:
 
 
 def as_text(layout: Layout, starts: tuple[tuple[int, ...], ...], group: dist.ProcessGroup | None) -> str:
-    """A plan and its group as the argument of an operator."""
+    """Return a plan and its group as an operator's argument."""
     name = layout.spec if isinstance(layout, CustomLayout) else layout.name
     return json.dumps([name, layout.length, layout.ranks, starts, "" if group is None else group.group_name])
 
 
 @lru_cache(maxsize=64)
 def from_text(text: str) -> tuple[Plan, str]:
-    """The plan and the name of its group."""
+    """Parse a plan and the name of its group."""
     name, length, ranks, starts, group = json.loads(text)
     layout = CustomLayout.parse(name) if name.startswith("custom") else Layout(name, length, ranks)
     return plan_of(layout, tuple(map(tuple, starts))), group

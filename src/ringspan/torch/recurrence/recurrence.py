@@ -1,8 +1,7 @@
-"""A layer with a state over the spans of a ring: compute each span's map, scan them, compute with the states.
+"""A stateful layer over the spans of a ring: compute each span's map, scan the maps, compute with the states.
 
-Every span is computed twice, first from a state of zero, to know what it makes of one, then from the one that it takes;
-but for those that take none. In backward, a span's part in the gradient of its state is asked of its outputs first; the
-gradients are scanned from the last span on, and then each span has all that its inputs' gradients need.
+Spans that take a state run twice: from zero, to find their map, then from that state. In backward, outputs first give
+each span's part of its state's gradient; these are scanned from the last span on, then inputs' gradients follow.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,10 +26,9 @@ _STATEFUL: Final[set[Function]] = set()
 
 
 def refuse_stateless(rule: Rule, function: Function, arguments: Arguments) -> None:
-    """Refuse a function that does not begin with the state that it is given, or does not say which one it ends with.
+    """Raise for a function that ignores its initial state or does not return the final one.
 
-    transformers leaves out what a kernel library has no argument for, without a word. So each function is tried out
-    once, on the first token of the first sequence.
+    transformers silently drops arguments that a kernel library lacks, so each function is tried once, on one token.
 
     Raises:
         UnsupportedError: naming the function; on every rank, before anything is sent.
@@ -61,9 +59,9 @@ def refuse_stateless(rule: Rule, function: Function, arguments: Arguments) -> No
 
 @torch.compiler.disable()
 def recurrence(rule: Rule, function: Function, arguments: Mapping[str, Any], sequences: SequencePass) -> Tensor:
-    """The outputs of a layer with a state for the local tokens; differentiable. Every rank of the ring calls it alike.
+    """Compute a stateful layer's outputs for local tokens; differentiable and collective.
 
-    On the whole sequence it equals ``function(**arguments)``, each document by itself.
+    Equals ``function(**arguments)`` on the whole sequence, each document by itself.
     """
     parts = sequences.of_rows()
     if len(parts) > 1:
@@ -80,9 +78,7 @@ def recurrence(rule: Rule, function: Function, arguments: Mapping[str, Any], seq
 def resumed(
     rule: Rule, function: Function, arguments: Mapping[str, Any], sequences: SequencePass, state: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """``recurrence`` from a state before the first token, and the state behind the last one, both of every rank; not
-    differentiated.
-    """
+    """Compute ``recurrence`` from an initial state, with the final state, both on every rank; not differentiable."""
     job = _Job.of(rule, function, arguments, sequences)
     refuse_stateless(rule, function, job.arguments)
     with torch.no_grad():
@@ -100,8 +96,6 @@ def resumed(
 
 @dataclass(frozen=True)
 class _Job:
-    """One rank's spans of one layer."""
-
     rule: Rule
     function: Function
     arguments: dict[str, Any]
@@ -117,11 +111,11 @@ class _Job:
         return cls(rule, function, dict(arguments), plan, plan.mine(rank), text)
 
     def outputs(self, arguments: Arguments) -> Tensor:
-        """Where no span takes a state."""
+        """Return the outputs where no span takes a state."""
         return torch.cat([self.run(arguments, number, None)[0] for number in self.mine], self.rule.out_dim)
 
     def run(self, arguments: Arguments, number: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Outputs of a span and the state behind it, from the one that it takes."""
+        """Return a span's outputs and final state, given its initial one."""
         outs: list[Tensor] = []
         ends: list[Tensor] = []
         first = self.plan.place(0).offset if number == 0 else -1
@@ -139,7 +133,7 @@ class _Job:
         return _joined(outs, 0), _joined(ends, 0)
 
     def map_of(self, arguments: Arguments, number: int) -> tuple[Tensor, Tensor]:
-        """A and B of a span: what it makes of a state that it takes."""
+        """Return A and B of a span's map from initial to final state."""
         maps: list[Tensor] = []
         states: list[Tensor] = []
         for rows, starts in self.plan.rows():
@@ -166,16 +160,14 @@ class _Job:
         return {**self.arguments, **dict(zip(names, tensors, strict=True))}
 
     def forward(self, arguments: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-        """Outputs, and for each local span the state that it takes and A."""
+        """Return outputs, each local span's initial state, and A."""
         outs, taken, maps, _ = self.spans(arguments)
         return torch.cat([outs[number] for number in self.mine], self.rule.out_dim), taken, maps
 
     def spans(
         self, arguments: Arguments, begin: Tensor | None = None
     ) -> tuple[dict[int, Tensor], Tensor, Tensor, dict[int, Tensor]]:
-        """The outputs of each local span, the states that they take, A, and the states behind them, by span where they
-        are known; ``begin`` is the state before the first span, zero when None.
-        """
+        """Return outputs, initial states and A of local spans, and known final states; ``begin`` None is zero."""
         outs: dict[int, Tensor] = {}
         ends: dict[int, Tensor] = {}
         maps: list[Tensor] = []
@@ -203,7 +195,7 @@ class _Job:
     def backward(
         self, arguments: Arguments, leaves: list[Tensor], dout: Tensor, taken: Tensor, maps: Tensor
     ) -> tuple[Tensor | None, ...]:
-        """The gradients of the leaves that the arguments are."""
+        """Return the gradients of the arguments that are leaves."""
         states = [
             state.detach().requires_grad_() if self.plan.takes(number) else None
             for state, number in zip(taken, self.mine, strict=True)
@@ -255,7 +247,7 @@ def convolution(
     function: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, sequences: SequencePass,
     **options: Any,
 ) -> Tensor:  # fmt: skip
-    """A causal convolution of the local tokens, each document by itself; differentiable. Every rank calls it alike.
+    """Compute a causal convolution of local tokens, each document by itself; differentiable and collective.
 
     ``function(x, weight, bias, **options)`` computes it of consecutive tokens, with zeros before the first one. x (B,
     C, T), weight (C, K). In a pass over a cache, what it holds comes before the first token.
@@ -289,10 +281,7 @@ def convolution(
 
 
 class _Halo(torch.autograd.Function):
-    """The inputs as they are, and the halos of the local spans.
-
-    The inputs go through it, so that a rank that only lends takes part in backward too.
-    """
+    """Inputs and local halos; inputs pass through it so that a lending rank takes part in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, width: int, text: str, record: Record | None) -> tuple[Tensor, Tensor]:
@@ -310,7 +299,7 @@ class _Halo(torch.autograd.Function):
 
 
 def _only(rows: slice, rule: Rule, arguments: Arguments) -> dict[str, Any]:
-    """The arguments of some sequences of a batch."""
+    """Select the arguments of some sequences."""
     return {name: x[rows] if name in rule.dims and isinstance(x, Tensor) else x for name, x in arguments.items()}
 
 

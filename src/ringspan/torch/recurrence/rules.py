@@ -1,8 +1,7 @@
-"""What layers with a state have in common: tokens map a state affinely, ``A S + B``, and outputs are linear in it.
+"""Rules of stateful layers: tokens map a state affinely, ``A S + B``, and outputs are linear in it.
 
-A rule says so of one kind of layer, around the function that computes it: transformers' own for PyTorch, or a kernel of
-flash-linear-attention or mamba-ssm, which take the same arguments. B batch, T tokens, H heads, K key size, V value
-size, C channels, N state size.
+A rule wraps one kind of function: transformers' own, or a kernel of flash-linear-attention or mamba-ssm with the same
+arguments. B batch, T tokens, H heads, K key size, V value size, C channels, N state size.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,57 +16,56 @@ Arguments = Mapping[str, Any]
 
 
 class Rule(Protocol):
-    """One kind of layer. ``dims`` has the dimension of tokens of each argument that has one; the batch is the first."""
+    """One kind of layer; ``dims`` has the token dimension of each argument with one, after the batch."""
 
     @property
     def positional(self) -> tuple[str, ...]:
-        """Arguments that kernels call by other names."""
+        """Return arguments with other names in kernels."""
         ...
 
     dims: ClassVar[Mapping[str, int]]
 
     @property
     def out_dim(self) -> int:
-        """The dimension of tokens of the outputs."""
+        """Return the outputs' token dimension."""
         ...
 
     @property
     def states(self) -> tuple[str, ...]:
-        """Arguments that ask for states."""
+        """Return arguments that request states."""
         ...
 
     @property
     def is_matrix(self) -> bool:
-        """A is a matrix, applied to S from the left; else it has factors of S's entries."""
+        """Return whether A is a matrix, applied from the left, rather than factors of S's entries."""
         ...
 
     def run(self, function: Function, arguments: Arguments, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Outputs, and the state behind the last token, from a state before the first one."""
+        """Return outputs and final state, given the initial one."""
         ...
 
-    def map_of(self, function: Function, arguments: Arguments) -> tuple[Tensor, Tensor]:
-        """A and B."""
-        ...
+    def map_of(self, function: Function, arguments: Arguments) -> tuple[Tensor, Tensor]: ...
 
     def shapes(self, arguments: Arguments) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Those of A and B."""
+        """Return the shapes of A and B."""
         ...
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What states are in: float32 or wider."""
+    """Return the states' dtype: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def called(rule: Rule, function: Function, arguments: Arguments, **more: Any) -> Any:
-    """A function of these arguments, the first ones without their names."""
+    """Wrap a function to take its first arguments by position."""
     first = [arguments[name] for name in rule.positional]
     return function(*first, **{name: x for name, x in arguments.items() if name not in rule.positional}, **more)
 
 
 class DeltaRule:
-    """The gated delta rule, and Kimi delta attention. q, k (B, T, H, K), v (B, T, H, V); S (B, H, K, V), A (B, H, K,
-    K).
+    """The gated delta rule, and Kimi delta attention. q, k (B, T, H, K), v (B, T, H, V).
+
+    S (B, H, K, V), A (B, H, K, K).
     """
 
     positional = "query", "key", "value"
@@ -163,9 +161,7 @@ class SelectiveScan:
 
 
 class Lightning:
-    """Lightning attention by ``lightning_attention``. q, k (B, H, T, K), v (B, H, T, V); S (B, H, K, V), A (1, H, 1,
-    1).
-    """
+    """``lightning_attention``. q, k (B, H, T, K), v (B, H, T, V); S (B, H, K, V), A (1, H, 1, 1)."""
 
     positional = "query", "key", "value", "slopes"
     dims: ClassVar[Mapping[str, int]] = {"query": 2, "key": 2, "value": 2}
@@ -189,8 +185,8 @@ class Lightning:
 def lightning_attention(
     query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, *, block_tokens: int = 256, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """``S_t = exp(-slope_h) S_{t-1} + k_t v_t^T`` and ``o_t = S_t^T q_t``, in blocks of tokens: outputs in q's dtype,
-    and the state behind the last token in float32 or wider.
+    """Compute ``S_t = exp(-slope_h) S_{t-1} + k_t v_t^T``, ``o_t = S_t^T q_t`` in blocks of tokens. Returns outputs in
+    q's dtype, and the final state in float32 or wider.
 
     q, k (B, H, T, K), v (B, H, T, V), slopes (H,). Source: Qin et al. 2024, "Lightning Attention-2", arXiv 2401.04658.
     """

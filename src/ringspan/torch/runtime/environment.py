@@ -1,4 +1,4 @@
-"""Who started this process, and what torchrun tells a rank; asked before torch is imported."""
+"""This process's launcher and torchrun's variables, read before torch is imported."""
 
 import multiprocessing
 import os
@@ -11,7 +11,7 @@ _OF_ALL: Final = "MASTER_ADDR", "MASTER_PORT"
 
 
 def is_rank() -> bool:
-    """Whether torchrun, or what stands in for it, started this process as one of its ranks.
+    """Return whether torchrun or an equivalent started this process as a rank.
 
     Raises:
         ConfigError: only some of what describes a rank is set, or it is no number that can be right.
@@ -34,7 +34,7 @@ def is_rank() -> bool:
 
 
 def is_launched() -> bool:
-    """Whether a process that waits for this one started it, such as ``launch``."""
+    """Return whether a waiting process, such as ``launch``, started it."""
     return multiprocessing.parent_process() is not None
 
 

@@ -1,4 +1,4 @@
-"""Meshes that somebody else made: their axes in the roles that ours have, over the process groups that they have."""
+"""Adapters from other libraries' meshes to our axes, over the same process groups."""
 
 import itertools
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ _numbers: Final = itertools.count(1 << 30)  # of groups of one rank; no job has 
 
 
 def ring_mesh(mesh: Any) -> DeviceMesh:
-    """A mesh with the axes of ``init_mesh``: this one, or one over the same ranks and groups.
+    """Return a mesh with the axes of ``init_mesh``: this one, or one over the same ranks and groups.
 
     The axes that torchtitan and accelerate name are recognised, in any order: ``dp_replicate`` is ``replicate``, ``cp``
     or ``sp`` is ``ring``, ``tp`` is ``tp``. Any other axis must have one rank; it is left out.
@@ -45,7 +45,7 @@ def ring_mesh(mesh: Any) -> DeviceMesh:
 
 
 def map_mesh(mesh: DeviceMesh, *, ring: Names, replicate: Names = None, tp: Names = None) -> DeviceMesh:
-    """A mesh that somebody else made, with the axes that ``init_mesh`` makes, over the same ranks.
+    """Return a mesh with ``init_mesh``'s axes over the ranks of another one.
 
     Not needed for the names of torchtitan and accelerate, which every function recognises: ``dp_replicate``, ``cp``,
     ``sp``, ``tp``. Process groups are those of the mesh; one is made where two axes become one. Call it on every rank.
@@ -108,7 +108,7 @@ def _mapped_anew(mesh: DeviceMesh, roles: Mapping[str, tuple[str, ...]]) -> Devi
 
 
 def _arranged(ranks: Tensor, names: tuple[str, ...], roles: Mapping[str, tuple[str, ...]]) -> Tensor:
-    """The ranks of a mesh as (replicate, ring, tp); axes without a role have one rank."""
+    """Return a mesh's ranks as (replicate, ring, tp); unassigned axes have one rank."""
     used = [names.index(name) for axis in AXES for name in roles[axis]]
     others = [dim for dim in range(len(names)) if dim not in used]
     sizes = [1, 1, 1]
@@ -119,11 +119,7 @@ def _arranged(ranks: Tensor, names: tuple[str, ...], roles: Mapping[str, tuple[s
 
 
 def _group_of_one() -> dist.ProcessGroup:
-    """For an axis that the mesh lacks.
-
-    torch 2.14 names groups by how many there are, which must be the same on all ranks; some of them may be making none
-    here, so this one does not count.
-    """
+    """Make a single-rank group for a missing axis, uncounted: torch 2.14 names groups by their number on all ranks."""
     count, _world.group_count = _world.group_count, next(_numbers)
     try:
         group = dist.new_group([dist.get_rank()], use_local_synchronization=True)

@@ -1,4 +1,4 @@
-"""The process that local ranks are forks of. Importing torch is left to it, so it can begin before its launcher."""
+"""The process from which local ranks fork; it imports torch itself, so it can start early."""
 
 import multiprocessing
 import os
@@ -9,19 +9,17 @@ from pathlib import Path
 from typing import Any, Final
 
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
-"""Signals that ask a run to save and end: of schedulers, of a terminal, and of Slurm ahead of a time limit."""
+"""Save-and-end signals of schedulers, terminals, and Slurm ahead of a time limit."""
 ABORT_AFTER_SECONDS: Final = 1.0
-"""What a second SIGINT has to come after the first to be a second one: a terminal sends each to all processes, and
-launchers pass it on."""
+"""Minimum delay of a second SIGINT; terminals and launchers both deliver the first to all."""
 
 _GPUS: Final = "/dev/nvidiactl", "/dev/kfd", "/dev/dxg"  # of NVIDIA, of AMD, and of Windows below Linux
 
 
 def serve_forks(*modules: str) -> bool:
-    """Start the process that ranks are forks of, with these modules imported, unless it runs already. Whether there is
-    such a process: on Linux without CUDA, which does not outlive a fork.
+    """Start the process that ranks fork from, with these modules imported; return whether it exists.
 
-    It imports while this process goes on, so a command that knows what its ranks will need calls this first.
+    It exists on Linux without CUDA, which does not survive a fork. It imports in parallel, so call this early.
     """
     if sys.platform != "linux" or _has_gpu():
         return False
@@ -37,9 +35,7 @@ def serve_forks(*modules: str) -> bool:
 
 
 def start_resource_tracker() -> None:
-    """Start the process that removes what multiprocessing leaves behind, unless it runs already, deaf to all stop
-    signals: of those for the whole process group it hears SIGUSR1 by itself, and ends.
-    """
+    """Start multiprocessing's resource tracker deaf to stop signals: SIGUSR1 to the process group would end it."""
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*STOP_SIGNALS, signal.SIGHUP})  # it inherits that
     try:
         resource_tracker.ensure_running()
@@ -48,15 +44,13 @@ def start_resource_tracker() -> None:
 
 
 def _has_gpu() -> bool:
-    """As torch says once it is imported; before that, whether a driver is there."""
+    """Return whether CUDA is available, or before torch's import whether a driver exists."""
     torch = sys.modules.get("torch")
     return torch.cuda.is_available() if torch else any(Path(device).exists() for device in _GPUS)
 
 
 def settle() -> None:
-    """Give a fork of that process what a program of its own begins with: its stop signals, the usual way to start
-    others, and no part in how long that process lives.
-    """
+    """Reset a fork to a program's defaults: stop signals, start method, no hold on its parent's lifetime."""
     server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
     if server._forkserver_alive_fd is not None:
         # The launcher alone keeps its server alive; a rank that loses its parent is ended by torch.

@@ -1,4 +1,4 @@
-"""Ranks on one machine: start N processes through torch elastic and give back what each returned."""
+"""Launching of ranks on one machine through torch elastic."""
 
 import json
 import logging
@@ -124,9 +124,9 @@ def launch(
 
 
 def join(folder: str | None = None, *, timeout: timedelta | None = None) -> None:
-    """Join the default process group: the one torchrun describes, or that of ``launch`` when a folder is given.
+    """Join torchrun's default process group, or that of ``launch`` when a folder is given.
 
-    ``timeout`` is how long torchrun's ranks wait for each other, torch's own default when None.
+    ``timeout`` is how long torchrun's ranks wait for each other; torch's default when None.
     """
     device = local_device()
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -149,7 +149,7 @@ def join(folder: str | None = None, *, timeout: timedelta | None = None) -> None
 
 @contextmanager
 def _said_while_waiting() -> Iterator[None]:
-    """Say, once in a node, that not all ranks of a job have come after a while: torch waits for them without a word."""
+    """Report, once per node, that ranks are still missing: torch waits silently."""
     place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     line = (
         f"rank {os.environ.get('RANK')} has waited {_WAIT_SECONDS:.0f} s at {place} for all "
@@ -166,7 +166,7 @@ def _said_while_waiting() -> Iterator[None]:
 
 
 def local_device() -> torch.device:
-    """This rank's device: its CUDA device, or the CPU."""
+    """Return this rank's CUDA device, or the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
@@ -174,7 +174,7 @@ def local_device() -> torch.device:
 
 @contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set what is not set, for processes that are started meanwhile."""
+    """Set unset environment variables for processes started meanwhile."""
     missing = variables.keys() - os.environ.keys()
     os.environ.update({name: variables[name] for name in missing})
     try:
@@ -186,10 +186,9 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _forwarding(folder: Path) -> Iterator[None]:
-    """Pass stop signals on to the ranks, and end them at a second SIGINT. Ranks that start later find the note and end
-    at once.
+    """Forward stop signals to ranks, kill at a second SIGINT, and end late starters by a note.
 
-    When the ranks have ended, more signals could only take this process its exit code.
+    After the ranks have ended, further signals are ignored: they could only change the exit code.
     """
     interrupted: list[float] = []
 
@@ -215,9 +214,7 @@ def _forwarding(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _without_refusals(folder: Path) -> Iterator[None]:
-    """Let torch log how a rank failed, with its traceback, but not what it refused, nor that it ended when all were
-    told to stop: that is for the caller to say.
-    """
+    """Hide refusals and ordered ends from torch's log of failures; the caller reports them."""
 
     is_told_to_stop = False
 
@@ -265,7 +262,7 @@ def _work(function: Callable[..., Any], folder: str, threads: int, args: tuple[A
 
 
 def _refusal(folder: Path) -> RingspanError | None:
-    """What the lowest refusing rank said."""
+    """Return the lowest refusing rank's message."""
     for path in sorted(folder.glob("refusal-*.json")):
         name, message = json.loads(path.read_text())
         return getattr(errors, name, RingspanError)(message)
@@ -273,7 +270,7 @@ def _refusal(folder: Path) -> RingspanError | None:
 
 
 def _failure(folder: Path, failure: ChildFailedError) -> RuntimeError:
-    """The rank that failed first in the last attempt, and why; what elastic knows of one that could not say."""
+    """Return the first failed rank of the last attempt, and the reason, from elastic if it could not say."""
     codes = {one.exitcode for one in failure.failures.values()}
     code = EXIT_STALLED if EXIT_STALLED in codes else EXIT_PEER_LOST
     for rank, one in sorted(failure.failures.items()):

@@ -18,8 +18,7 @@ AXES: Final = "replicate", "ring", "tp"
 
 
 def init_mesh(*, ring: int | None = None, replicate: int = 1, tp: int = 1) -> DeviceMesh:
-    """A mesh with the axes ``replicate`` and ``ring``, and ``tp`` where that is above 1; ranks that are neighbours on
-    the last axis are neighbours.
+    """Return a mesh with axes ``replicate``, ``ring`` and, above 1, ``tp``; last-axis neighbours are adjacent ranks.
 
     Joins the process group that torchrun describes when none exists, or makes one of a single process.
     Replicas take different examples; the ranks of a ring share one; those of ``tp`` share tokens and split heads,
@@ -42,7 +41,7 @@ def init_mesh(*, ring: int | None = None, replicate: int = 1, tp: int = 1) -> De
 
 
 def _check_alike(asked: dict[str, int]) -> None:
-    """Raise a PeerMismatch where ranks ask for different meshes, whose groups they would wait for."""
+    """Raise a PeerMismatch if ranks request different meshes, in whose groups they would hang."""
     device, ranks = local_device(), dist.get_world_size()
     if ranks == 1 or dist.get_backend() == "fake":
         return
@@ -61,7 +60,7 @@ def _check_alike(asked: dict[str, int]) -> None:
 
 
 def make_mesh(device_type: str, replicate: int, ring: int, tp: int) -> DeviceMesh:
-    """The mesh over all ranks of the default process group; its axis ``tp`` only where that is above 1."""
+    """Make a mesh over all ranks of the default process group; ``tp`` only if above 1."""
     sizes = (replicate, ring) if tp == 1 else (replicate, ring, tp)
     mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES[: len(sizes)])
     take_timeout(mesh)
@@ -70,15 +69,14 @@ def make_mesh(device_type: str, replicate: int, ring: int, tp: int) -> DeviceMes
 
 
 def wait_for(mesh: DeviceMesh, seconds: float) -> None:
-    """Let the ranks of the default process group, and of a mesh, wait for each other so long."""
+    """Set the timeout of the default process group and a mesh."""
     set_timeout(dist.group.WORLD, seconds)
     take_timeout(mesh)
     flatten_weights(mesh)
 
 
 def check_order(mesh: DeviceMesh) -> None:
-    """Refuse a mesh whose ranks do not ascend along each axis: it counts places in the order that it was given, its
-    process groups in ascending order, and each rank would compute with another one's positions.
+    """Raise for ranks that do not ascend along each axis: process groups sort them, so positions would be wrong.
 
     Raises:
         ConfigError: naming the axis and its ranks; on every rank.
@@ -98,27 +96,25 @@ def check_order(mesh: DeviceMesh) -> None:
 
 
 def flatten_weights(mesh: DeviceMesh) -> None:
-    """Let a norm over ring and tp be one sum; DTensor warns of one an axis. All ranks make the group, so it is left out
-    where the mesh has only some of them.
-    """
+    """Flatten ring and tp so that a norm is one sum, without DTensor warnings; skip partial meshes (collective)."""
     if "tp" in (mesh.mesh_dim_names or ()) and mesh.size() == dist.get_world_size():
         take_timeout(mesh[AXES[1:]]._flatten())
 
 
 def tensor_axis(mesh: DeviceMesh) -> DeviceMesh | None:
-    """The axis ``tp`` of a mesh; None when it has none, or one of a single rank."""
+    """Return the mesh's ``tp`` axis; None if absent or of one rank."""
     tp = mesh["tp"] if "tp" in (mesh.mesh_dim_names or ()) else None
     return tp if tp is not None and tp.size() > 1 else None
 
 
 def text_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
-    """Of the ranks that hold one text between them, or generate it."""
+    """Return the groups of ranks that share or generate one text."""
     axes = [mesh["ring"], tensor_axis(mesh)]
     return [axis.get_group() for axis in axes if axis is not None and axis.size() > 1]
 
 
 def split_world(world_size: int, ring: int | None, replicate: int, tp: int = 1) -> tuple[int, int]:
-    """(replicate, ring) with product ``world_size / tp``.
+    """Return (replicate, ring) with product ``world_size / tp``.
 
     Raises:
         ConfigError: there is no such pair; the message names the numbers.

@@ -1,4 +1,4 @@
-"""How long the ranks of a process group wait for each other; torch has no public names for it."""
+"""Time-outs of process groups, for which torch has no public names."""
 
 from datetime import timedelta
 
@@ -9,17 +9,15 @@ from torch.distributed.distributed_c10d import _set_pg_timeout  # pyright: ignor
 
 
 def timeout_seconds(group: dist.ProcessGroup, device: torch.device) -> float:
-    """How long the group waits for anything."""
     return group._get_backend(device).options._timeout.total_seconds()  # pyright: ignore
 
 
 def set_timeout(group: dist.ProcessGroup | None, seconds: float) -> None:
-    """Let the ranks of a group wait for each other so long."""
     _set_pg_timeout(timedelta(seconds=seconds), group)
 
 
 def world_timeout_seconds(device: torch.device) -> float:
-    """How long the ranks of the default process group wait; 0 where there is none, or it does not say."""
+    """Return the default process group's time-out; 0 if absent or unknown."""
     world = dist.group.WORLD
     if world is None or dist.get_backend() == "fake":
         return 0
@@ -30,9 +28,7 @@ def world_timeout_seconds(device: torch.device) -> float:
 
 
 def take_timeout(mesh: DeviceMesh) -> None:
-    """Let the ranks of each axis wait as long as those of the default process group: torch makes the groups of a mesh
-    with a time-out of its own, whatever ``init_process_group`` was given.
-    """
+    """Give each axis the default process group's time-out, which torch does not pass on to a mesh."""
     device = torch.device(mesh.device_type)
     if seconds := world_timeout_seconds(device):
         for group in mesh.get_all_groups():

@@ -17,11 +17,7 @@ _LORA: Final = "peft.tuners.lora"
 
 
 def with_adapters(styles: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[str, str]:
-    """Styles of projections, with those that have LoRA adapters replaced by what is inside of them.
-
-    Raises:
-        UnsupportedError: an adapter that is more than two matrices.
-    """
+    """Replace LoRA adapters in projection styles by their parts; refuse adapters that are more than two matrices."""
     result: dict[str, str] = {}
     for path, style in styles.items():
         module: Any = modules.get(path)

@@ -1,10 +1,8 @@
-"""Tensor parallelism by transformers' own plans: each rank of the axis ``tp`` has its share of the heads, of the
-feed-forward and of the vocabulary.
+"""Tensor parallelism by transformers' plans: each rank of ``tp`` has its share of heads, feed-forward and vocabulary.
 
-A plan names a style for each projection (Shoeybi et al. 2019, "Megatron-LM"): columns compute their share of the
-outputs from whole inputs, rows take such shares and their results are summed. Parameters become DTensors on the axis,
-which FSDP2 shards further; modules compute with the local parts. P ranks of the axis, B batch, T local tokens, C hidden
-size, V vocabulary.
+Plans name a style per projection (Shoeybi et al. 2019, "Megatron-LM"): columns map whole inputs to shares of outputs,
+rows take such shares and sum their results. Parameters become DTensors, which FSDP2 shards further; modules compute
+with the local parts. P ranks of the axis, B batch, T local tokens, C hidden size, V vocabulary.
 """
 
 import re
@@ -33,7 +31,7 @@ STYLES: Final = (*_COLUMNS, "rowwise", "embedding_rowwise", "replicated_with_gra
 
 
 def refuse_heads(config: PreTrainedConfig, ranks: int) -> None:
-    """Raise an UnsupportedError when heads do not come out even."""
+    """Raise an UnsupportedError for heads that do not divide evenly."""
     config = text_config(config)
     for field in ("num_attention_heads", "num_key_value_heads"):
         for heads in set(of_layers(config, field)):
@@ -44,7 +42,7 @@ def refuse_heads(config: PreTrainedConfig, ranks: int) -> None:
 
 
 def refuse_split(model: PreTrainedModel, ranks: int) -> None:
-    """Raise an UnsupportedError that names what keeps a model from being split over so many ranks."""
+    """Raise an UnsupportedError that names why a model cannot be split."""
     refuse_heads(model.config, ranks)
     name = type(model).__name__
     modules, planned = dict(model.named_modules()), _styles(model, ranks)
@@ -79,7 +77,7 @@ def refuse_split(model: PreTrainedModel, ranks: int) -> None:
 
 
 def _refuse_module(name: str, path: str, module: nn.Module | None, style: str, ranks: int) -> None:
-    """Refuse a module that its style cannot split evenly."""
+    """Raise for a module that its style cannot split evenly."""
     wanted = nn.Embedding if style == "embedding_rowwise" else nn.Linear
     if style in ("replicated_with_grad_allreduce", WHOLE):
         return
@@ -99,11 +97,11 @@ def _refuse_module(name: str, path: str, module: nn.Module | None, style: str, r
 
 
 def split_model(model: PreTrainedModel, tp: DeviceMesh) -> None:
-    """Split a model over the axis ``tp`` as its plan says, in place, without communication: every rank has the same.
+    """Split a model over ``tp`` by its plan, in place, without communication; call ``refuse_split`` first.
 
-    All parameters become DTensors on the axis; those that the plan does not name are whole on each of its ranks. Input
-    embedding and head, which may be one tensor, are split by vocabulary where that comes out even. Inputs and results
-    of the modules stay plain tensors. Call ``refuse_split`` first.
+    All parameters become DTensors, whole on each rank if the plan does not name them. Embedding and head, which may be
+    one
+    tensor, are split by vocabulary if it divides evenly. Modules take and return plain tensors.
     """
     modules = dict(model.named_modules())
     styles = with_adapters(_styles(model, tp.size()), modules)
@@ -145,12 +143,12 @@ def split_model(model: PreTrainedModel, tp: DeviceMesh) -> None:
 
 
 def splits_vocabulary(head: nn.Module) -> bool:
-    """Whether the axis splits the vocabulary of a head, rather than repeating it."""
+    """Return whether the axis splits a head's vocabulary, rather than repeating it."""
     return isinstance(head, _Columns)
 
 
 def _styles(model: PreTrainedModel, ranks: int) -> dict[str, str]:
-    """The style of each module or parameter that the model's plan names."""
+    """Return the plan's style of each module or parameter."""
     plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
     names = [*dict(model.named_modules()), *dict(model.named_parameters())]
     styles = {name: plan[general] for name in names if (general := re.sub(r"\.\d+(?=\.|$)", ".*", name)) in plan}
@@ -168,7 +166,7 @@ def _styles(model: PreTrainedModel, ranks: int) -> dict[str, str]:
 
 
 class Whole(Mixin):
-    """A module whose parameters are whole on every rank, or used as they are: it computes with the local parts."""
+    """A module that computes with its local parameters, whole or used as they are."""
 
     tp_group: dist.ProcessGroup
     _parameters: dict[str, Any]
@@ -179,7 +177,7 @@ class Whole(Mixin):
 
     @contextmanager
     def _local(self, change: Callable[[Tensor], Tensor] = lambda p: p, leave_out: str = "") -> Iterator[None]:
-        """Local parts in the place of the parameters; None in the place of the one that is left out."""
+        """Replace parameters by their local parts, the omitted one by None."""
         whole = {name: p for name, p in self._parameters.items() if isinstance(p, DTensor)}
         self._parameters |= {name: None if name == leave_out else change(local_part(p)) for name, p in whole.items()}
         try:
@@ -189,7 +187,7 @@ class Whole(Mixin):
 
 
 class _PerHead(Whole):
-    """A module with the same parameters for every head, of which each rank has some: their gradients are summed."""
+    """A module whose parameters all heads share; gradients are summed over ranks."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with self._local(lambda p: SumOfGradients.apply(p, self.tp_group)):
@@ -204,7 +202,7 @@ class _Inputs:
         self._seen: tuple[Tensor, Tensor] | None = None
 
     def share(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """``x``, with a gradient that is summed over the group."""
+        """Return ``x`` with a gradient that is summed over the group."""
         # By identity: siblings are given the same tensor, and equal ones of other calls are not theirs.
         if self._seen is not None and self._seen[0] is x:
             return self._seen[1]
@@ -255,7 +253,7 @@ class _Rows(Whole):
 
 
 def _refuse_hooks(projection: Any) -> None:
-    """Refuse hooks that came after the model was split."""
+    """Raise for hooks that came after the model was split."""
     if hooks_of(projection):
         raise UnsupportedError(
             f"a {type(projection).__name__} that tp splits has hooks, which see the share of one rank; put them on the "

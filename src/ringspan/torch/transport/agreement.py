@@ -1,4 +1,4 @@
-"""What the ranks of a group agree on before any message is sent, and the shared-memory queues of each group."""
+"""Agreement of a group's ranks before any message, and each group's shared-memory queues."""
 
 import threading
 from collections import OrderedDict
@@ -21,7 +21,7 @@ _KNOWN_FACTS: Final = 4096  # sets of facts remembered for a group; packed batch
 
 @dataclass
 class _Group:
-    """What this rank knows of a group: the facts agreed on so far and those of now, and its shared-memory queues."""
+    """A group's agreed and current facts, and its shared-memory queues."""
 
     known: OrderedDict[tuple[Any, ...], None] = field(default_factory=OrderedDict)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -30,29 +30,29 @@ class _Group:
 
 
 class _Answer(NamedTuple):
-    """What a rank contributes when the ranks compare."""
+    """A rank's part of a comparison."""
 
     facts: dict[str, Any]
     problem: str | None
     sent: Sequence[int]
-    """How many messages it has sent to each rank."""
+    """Number of messages sent to each rank."""
 
 
 _groups: WeakKeyDictionary[dist.ProcessGroup, _Group] = WeakKeyDictionary()
 
 
 def queues_of(group: dist.ProcessGroup) -> SharedQueues | None:
-    """The queues between the ranks of a group on one host, from their first ``agree`` on; None without any."""
+    """Return a group's queues between ranks on one host, once it has agreed; None if absent."""
     return _groups[group].queues if group in _groups else None
 
 
 def shared_bytes() -> int:
-    """Memory that this process keeps for messages which its peers on the host read where they lie."""
+    """Return this process's memory for messages that peers read in place."""
     return sum(group.queues.memory.reserved_bytes for group in _groups.values() if group.queues)
 
 
 def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
-    """Make sure that all ranks of a group were given the same facts, before any payload moves.
+    """Check that all ranks of a group were given the same facts, before any payload moves.
 
     Talks to the others only when these facts are new to this group, so the steady state costs nothing. Where ranks
     share memory, one that finds that a peer requests a comparison, or makes other calls, joins in
@@ -78,7 +78,7 @@ def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
 
 
 def compare_refused(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
-    """Before this rank refuses a call: if only some ranks do, the others must not wait for it.
+    """Compare before this rank refuses a call, so that others do not wait for it.
 
     Only where they notice, which is before anything has been agreed on, and where ranks share memory.
 
@@ -92,7 +92,7 @@ def compare_refused(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> N
 
 @contextmanager
 def one_at_a_time(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """A pass of this thread over a group; another thread's would take its messages, which look alike.
+    """Guard one pass of a thread over a group; another thread's would take its messages.
 
     Raises:
         UnsupportedError: another thread is in a pass over the group.
@@ -113,12 +113,12 @@ def one_at_a_time(group: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 def _talks(group: dist.ProcessGroup | None) -> TypeGuard[dist.ProcessGroup]:
-    """Whether there are others, and not made-up ones."""
+    """Return whether there are other, real ranks."""
     return group is not None and dist.get_world_size(group) > 1 and dist.get_backend(group) != "fake"
 
 
 def report_out_of_step(group: dist.ProcessGroup, problem: str) -> Never:
-    """A message will never come: compare with all other ranks what each of them does.
+    """Compare all ranks' calls after a message is known to be lost.
 
     Raises:
         PeerMismatch: on every rank alike, naming what differs, or what each rank has reported.

@@ -1,4 +1,4 @@
-"""Points in time of a device's work: of the current stream on CUDA, where the host runs ahead, else of the host."""
+"""Timestamps of a device: on CUDA of the current stream, else of the host."""
 
 import time
 
@@ -8,7 +8,7 @@ Moment = float | torch.cuda.Event
 
 
 def now(device: torch.device) -> Moment:
-    """The moment at which what has been asked for so far is done."""
+    """Return the completion time of work requested so far."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -17,13 +17,12 @@ def now(device: torch.device) -> Moment:
 
 
 def synchronize(device: torch.device) -> None:
-    """Let the host wait for all that the device was asked for."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def seconds(start: Moment, end: Moment) -> float:
-    """From one moment to another; on CUDA both must have passed (``synchronize``)."""
+    """Return the time between two moments; on CUDA ``synchronize`` first."""
     if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
         return start.elapsed_time(end) / 1e3
     assert isinstance(start, float) and isinstance(end, float), "two moments of one device"

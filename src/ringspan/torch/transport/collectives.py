@@ -1,4 +1,4 @@
-"""What each rank has to say, told to all of them."""
+"""Gathering of objects from all ranks."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,14 +8,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 
 def gather(thing: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """The thing of each rank of a group (the default one when None), by rank, on every rank; pickled on the way."""
+    """Gather a picklable object of each rank of a group (default: the default one), by rank, on every rank."""
     things: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(things, thing, group=group)
     return things
 
 
 def gather_over(mesh: DeviceMesh, thing: Any, axes: Iterable[str] | None = None) -> list[Any]:
-    """The thing of each rank of a mesh, or along some of its axes, on every rank."""
+    """Gather an object of each rank of a mesh, or along some axes, on every rank."""
     things = [thing]
     for axis in mesh.mesh_dim_names or () if axes is None else axes:
         things = [one for part in gather(things, mesh[axis].get_group()) for one in part]

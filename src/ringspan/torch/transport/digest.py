@@ -1,4 +1,4 @@
-"""Digests of tensors, by which ranks find out that they do not have the same."""
+"""Digests of tensors, by which ranks detect differences."""
 
 import torch
 from torch import Tensor
@@ -8,10 +8,7 @@ _SPREAD, _MIX = 0x9E3779B97F4A7C15 - (1 << 64), 0xBF58476D1CE4E5B9 - (1 << 64)
 
 
 def digest_integers(x: Tensor | None) -> Tensor:
-    """A number that depends on every entry of an integer tensor, its place and the shape: int64, on its device.
-
-    -1 when there is no tensor. Computed where the tensor is, so that nothing waits for a device.
-    """
+    """Return an int64 on x's device that depends on an integer tensor's entries, places and shape; -1 for None."""
     if x is None:
         return torch.tensor(-1)
     place = torch.arange(1, x.numel() + 1, device=x.device).mul_(_SPREAD)
@@ -21,7 +18,7 @@ def digest_integers(x: Tensor | None) -> Tensor:
 
 
 def described(x: Tensor) -> str:
-    """A tensor as ranks compare it in words: its shape, and a number that depends on its bytes."""
+    """Return a tensor's shape and byte digest as text."""
     return f"{tuple(x.shape)} digest {digest_values(x) % (1 << 64):016x}"
 
 
@@ -29,8 +26,9 @@ _ROW = 4096
 
 
 def digest_values(x: Tensor) -> int:
-    """A number that depends on a tensor's bytes and where they are, made as quickly as memory is read: of the bytes in
-    words of eight or less, in rows of 4,096, it is the digest of the sums of rows and of columns.
+    """Digest a tensor's bytes and places at memory speed.
+
+    It is the digest of row and column sums of words of at most eight bytes, in rows of 4,096.
     """
     flat = x.detach().contiguous().view(-1).view(torch.uint8)
     for dtype in (torch.int64, torch.int32, torch.int16):

@@ -34,7 +34,7 @@ class TransferRecord:
 
 @dataclass
 class HopRecord:
-    """The computation of one hop: with the block of which rank, how many (query, key) pairs, from when until when."""
+    """Computation of one hop: source rank of its block, number of (query, key) pairs, begin and end."""
 
     owner: int
     num_pairs: int
@@ -44,11 +44,11 @@ class HopRecord:
 
 @dataclass
 class Counters:
-    """What this process has sent and how long it has waited, over all exchanges, and its current hop.
+    """This process's sent bytes and waiting time over all exchanges, and its current hop.
 
-    Written by the ring, read by benchmarks and, in another thread, by the watchdog. ``hop`` is that of the last
-    exchange in its pass, which numbers two messages per hop; each further group of heads goes on counting.
-    ``transfers`` and ``hops`` are lists while ``recorded`` is active, else None.
+    The ring writes it; benchmarks and the watchdog's thread read it. ``hop`` counts on over head groups of a pass, at
+    two
+    messages per hop. ``transfers`` and ``hops`` are lists while ``recorded`` is active, else None.
     """
 
     num_posts: int = 0
@@ -65,7 +65,7 @@ COUNTERS: Final = Counters()
 
 @contextmanager
 def recorded() -> Iterator[tuple[list[TransferRecord], list[HopRecord]]]:
-    """The records of every exchange and every hop while this context is active."""
+    """Yield the records of every exchange and hop while active."""
     COUNTERS.transfers, COUNTERS.hops = records = list[TransferRecord](), list[HopRecord]()
     try:
         yield records
@@ -90,17 +90,16 @@ class TensorSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def empty(self) -> Tensor:
-        """Such a tensor, uninitialised."""
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
     def on(self, memory: Tensor) -> Tensor:
-        """Such a tensor on these bytes."""
+        """Return such a tensor on these bytes."""
         return memory.view(self.dtype).view(self.shape)
 
 
 @dataclass
 class PendingReceive:
-    """A message that was posted for receiving: into ``message``, or into memory that its sender shares."""
+    """A posted receive: into ``message``, or in its sender's shared memory."""
 
     sender: int
     spec: TensorSpec
@@ -108,8 +107,8 @@ class PendingReceive:
     expected: Expected | None = None
 
     def read(self) -> Tensor:
-        """The message, once its transfer was waited for. Read-only: it may lie in its sender's memory, which keeps it
-        as long as this tensor lives.
+        """Return the message after its transfer; read-only, as it may lie in its sender's memory while this tensor
+        lives.
         """
         assert self.message is not None, "it was waited for"
         return self.message
@@ -125,7 +124,7 @@ class Transfer:
         record: TransferRecord | None = None,
         receive: Callable[[], None] | None = None,
     ) -> None:
-        """``receive`` waits for the messages that come through shared memory, not by ``works``."""
+        """Let ``receive`` wait for shared-memory messages, instead of ``works``."""
         self._works, self._sends, self._record, self._receive = list(works), list(sends), record, receive
 
     def wait(self) -> None:
@@ -163,14 +162,12 @@ class Exchange:
         self._tag: Final = int.from_bytes(hashlib.sha256(signature.encode()).digest()[:4], "big") % (1 << 30)
 
     def among(self, ranks: Sequence[int], name: str) -> "Exchange":
-        """The same pass between some of the ranks, which are its peers 0, 1, ..."""
+        """Return the same pass between some ranks, as peers 0, 1, ..."""
         # Its own tags: a trade within a Ulysses group is numbered like the ring between groups.
         return Exchange(self._group, f"{self._signature} {name}", ranks)
 
     def empty(self, spec: TensorSpec) -> Tensor:
-        """An uninitialised tensor for a message that is to be sent once, in memory that its receiver can read if
-        there is any.
-        """
+        """Allocate a message that is sent once, in memory that its receiver can read if possible."""
         memory = None
         if self._queues and spec.device.type == "cpu":
             memory = self._queues.memory.allocate(spec.nbytes)
@@ -210,11 +207,8 @@ class Exchange:
         return PendingReceive(rank, spec, spec.empty())
 
     def _receive(self, pending: Sequence[PendingReceive]) -> None:
-        """Wait for what comes through shared memory.
-
-        Raises:
-            PeerMismatch: on every rank of the group alike, when a rank finds that another does not do the same.
-            RuntimeError: a rank is gone.
+        """Wait for shared-memory messages; raise a PeerMismatch on every rank alike, or a RuntimeError if a rank is
+        gone.
         """
         for receive in pending:
             if receive.expected is None:
@@ -227,7 +221,7 @@ class Exchange:
                 report_out_of_step(self._group, str(error))
 
     def _queues_with(self, rank: int, device: torch.device) -> SharedQueues | None:
-        """The shared-memory queues to and from a rank; None where messages go through the process group."""
+        """Return the shared-memory queues with a rank; None where messages go through the process group."""
         return self._queues if self._queues and device.type == "cpu" and self._queues.carries(rank) else None
 
     def _operation(self, call: Any, rank: int, buffer: Tensor, message: int) -> dist.P2POp:
@@ -237,7 +231,7 @@ class Exchange:
 def note_post(
     sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, TensorSpec]], message: int
 ) -> TransferRecord | None:
-    """Count what has just been posted; its record, or None where none are kept."""
+    """Count a post; return its record, or None where none are kept."""
     COUNTERS.num_posts += 1
     COUNTERS.hop = message // 2
     COUNTERS.num_sends += len(sends)

@@ -1,7 +1,4 @@
-"""A transport without processes: where messages go, and what comes, is up to whoever plays the other ranks.
-
-Traces, rehearsals, benchmarks of one rank and the tests' rings of threads all use this one, each with its network.
-"""
+"""A transport without processes, for traces, rehearsals, one-rank benchmarks and tests; a network plays the others."""
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
@@ -11,18 +8,18 @@ from torch import Tensor
 from ringspan.torch.transport.exchange import PendingReceive, TensorSpec, Transfer, note_post
 
 MessageKey = tuple[str, int]
-"""Which part of a pass a message belongs to (see ``Transport.among``), and its number there."""
+"""Part of a pass (see ``Transport.among``) and message number."""
 
 
 class Network(Protocol):
-    """The other ranks, as one rank sees them."""
+    """Other ranks, as one rank sees them."""
 
     def send(self, to: int, message: Tensor, key: MessageKey) -> None:
-        """Take a message, which stays as it is only until its transfer was waited for."""
+        """Take a message, which is unchanged only until its transfer was waited for."""
         ...
 
     def receive(self, pending: Sequence[PendingReceive], key: MessageKey) -> Callable[[], None] | None:
-        """Start to fill the messages of one post; the call that waits until all of them are there, if any."""
+        """Start to fill one post's messages; return a call that waits for them, or None."""
         ...
 
 
@@ -33,12 +30,10 @@ class Nobody:
         self.seen = seen
 
     def send(self, to: int, message: Tensor, key: MessageKey) -> None:
-        """Let it go."""
         if self.seen is not None:
             self.seen(message)
 
     def receive(self, pending: Sequence[PendingReceive], key: MessageKey) -> Callable[[], None] | None:
-        """Leave the buffers as they are."""
         if self.seen is not None:
             for each in pending:
                 self.seen(each.read())
@@ -48,21 +43,20 @@ class FakeTransport:
     """One rank's messages to and from a network; they count like real ones."""
 
     def __init__(self, network: Network, name: str = "", ranks: Sequence[int] | None = None) -> None:
-        """Peers are ranks of the network, or indices into ``ranks`` when it is given."""
+        """Number peers by network rank, or by index into ``ranks``."""
         self._network, self._name, self._ranks = network, name, ranks
 
     def among(self, ranks: Sequence[int], name: str) -> "FakeTransport":
-        """The same network, between some of its ranks."""
+        """Return the same network between some of its ranks."""
         return FakeTransport(self._network, f"{self._name} {name}", ranks)
 
     def empty(self, spec: TensorSpec) -> Tensor:
-        """A tensor like any other."""
         return spec.empty()
 
     def post(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, TensorSpec]], message: int
     ) -> tuple[Transfer, list[PendingReceive]]:
-        """Give the network what is sent, and let it start to fill what is received."""
+        """Send to the network and let it start to fill what is received."""
         key = self._name, message
         pending = [PendingReceive(self._rank(peer), spec, spec.empty()) for peer, spec in receives]
         wait = self._network.receive(pending, key) if pending else None

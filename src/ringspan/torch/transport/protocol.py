@@ -1,4 +1,4 @@
-"""What a ring asks of a transport, and which one a process group has: ``Exchange``, or what was registered for it."""
+"""Interface between ring and transport, and registry: ``Exchange`` by default."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,11 +24,11 @@ class Transport(Protocol):
         ...
 
     def empty(self, spec: TensorSpec) -> Tensor:
-        """An uninitialised tensor for a message that is to be sent once."""
+        """Allocate a message that is to be sent once."""
         ...
 
     def among(self, ranks: Sequence[int], name: str) -> "Transport":
-        """The same pass between some of the ranks, which are its peers 0, 1, ..., apart from other messages."""
+        """Return the same pass between some ranks, as peers 0, 1, ..., apart from other messages."""
         ...
 
 
@@ -36,17 +36,14 @@ _registered: Final[dict[str, Callable[[str], Transport]]] = {}  # by the name of
 
 
 def transport_of(group: dist.ProcessGroup | None, signature: str) -> Transport:
-    """The transport of a pass that ``signature`` names, over a group."""
+    """Return the transport of a pass that ``signature`` names, over a group."""
     make = _registered.get(group.group_name) if group is not None else None
     return make(signature) if make else Exchange(group, signature)
 
 
 @contextmanager
 def transport_registered(group: dist.ProcessGroup, make: Callable[[str], Transport]) -> Iterator[None]:
-    """While this context is active, passes over a group go through what ``make`` gives for their signature.
-
-    It is found by the group's name, as the operator finds the group itself.
-    """
+    """Use ``make(signature)`` for passes over a group, found by its name, while active."""
     before = dict(_registered)
     _registered[group.group_name] = make
     try:

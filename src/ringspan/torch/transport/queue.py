@@ -33,12 +33,12 @@ _PULSE_SECONDS: Final = 0.05  # between two checks that the sender is alive
 
 
 class OutOfStepError(Exception):
-    """A peer makes other calls than this rank, so that an expected message will not come."""
+    """Error that a peer makes other calls, so that an expected message will not come."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """A message that a peer is to send: its sequence number among those of the peer (from 1), its tag and its bytes."""
+    """A message expected from a peer: sequence number (from 1), tag and bytes."""
 
     sender: int
     number: int
@@ -54,7 +54,7 @@ class SharedQueues:
     """
 
     def __init__(self, group: dist.ProcessGroup, seconds: float) -> None:
-        """Find out, with all ranks of the group, who can read whose memory. Waits time out after ``seconds``."""
+        """Negotiate readable memory with all ranks; waits time out after ``seconds``."""
         ranks = dist.get_world_size(group)
         self.memory = SharedMemory(group, num_words=_QUEUES + _QUEUE_WORDS * ranks)
         self._rank, self._seconds = dist.get_rank(group), seconds
@@ -70,11 +70,11 @@ class SharedQueues:
         self._comparisons = 0  # that all ranks have made together
 
     def carries(self, rank: int) -> bool:
-        """Whether messages to and from a rank go through shared memory; that rank gives the same answer."""
+        """Return whether messages to and from a rank use shared memory; both ranks agree."""
         return rank in self.memory.peers
 
     def send(self, message: Tensor, reader: int, tag: int) -> None:
-        """Send a message without copying it; one that does not lie in shared memory is copied there first."""
+        """Send a message without copying, unless it is outside of shared memory."""
         self._sent[reader] += 1
         descriptor = _Descriptor(tag, self.memory.place(message, reader), message.nbytes)
         for _ in self._patience(reader):
@@ -82,7 +82,7 @@ class SharedQueues:
                 return
 
     def expect(self, sender: int, tag: int, size: int) -> Expected:
-        """The next message of a rank, which is to be received later."""
+        """Return a rank's next message, to be received later."""
         self._expected[sender] += 1
         return Expected(sender, self._expected[sender], tag, size)
 
@@ -118,16 +118,14 @@ class SharedQueues:
 
     @contextmanager
     def comparing(self) -> Iterator[Sequence[int]]:
-        """A comparison of all ranks: peers that wait for this rank see its request and join in. Yields how many
-        messages this rank has sent to each rank.
-        """
+        """Compare all ranks while waiting peers join in; yield how many messages this rank has sent to each."""
         if self.memory.peers:
             self.memory.words(self._rank)[_REQUESTS] = self._comparisons + 1
         yield list(self._sent)
         self._comparisons += 1  # the same number on all ranks by now
 
     def forget(self, sent: Sequence[int]) -> None:
-        """Drop messages that this rank never received; ``sent`` is how many each rank has sent to it by now."""
+        """Drop unreceived messages, given the number that each rank has sent."""
         for sender in self.memory.peers:
             self._drain(sender)
             self._expected[sender] = sent[sender]
@@ -150,10 +148,9 @@ class SharedQueues:
             self._received[sender, number] = descriptor
 
     def _waiting(self) -> list[tuple[int, int, int]]:
-        """The cycle of ranks from this one on, each of which waits for the next: (rank, awaited rank, its waits so
-        far); empty when there is none.
+        """Return the cycle of waiting ranks from this one: (rank, awaited rank, its waits so far); empty without one.
 
-        Two equal results in a row prove a deadlock: all of them wait at once, for messages that nobody can send.
+        Two equal results in a row prove a deadlock: all wait at once, for messages that nobody can send.
         """
         found: list[tuple[int, int, int]] = []
         rank = self._rank
@@ -169,9 +166,7 @@ class SharedQueues:
         return found
 
     def _patience(self, peer: int) -> Iterator[bool]:
-        """Polling with back-off for something that a peer is to do: yields whenever to look again, and whether the wait
-        has become long.
-        """
+        """Poll for a peer with back-off; yield whether the wait has become long."""
         started = time.perf_counter()
         sleep, felt, is_slow = _SPIN_SECONDS / 8, started, False
         while True:
@@ -195,12 +190,12 @@ class SharedQueues:
 
 
 def _bounds(ranks: int) -> list[int]:
-    """Where the queue of each reader begins, and the last one ends."""
+    """Return the beginning of each reader's queue, and the end of the last one."""
     return [_QUEUES + _QUEUE_WORDS * reader for reader in range(ranks + 1)]
 
 
 class _Descriptor(NamedTuple):
-    """What a message is and where it lies."""
+    """A message's identity and location."""
 
     tag: int
     slot: int
@@ -208,15 +203,13 @@ class _Descriptor(NamedTuple):
 
 
 class _Queue:
-    """A ring buffer of descriptors from one sender to one reader. A descriptor is valid once its sequence number, which
-    is written last, is there.
-    """
+    """Ring buffer of descriptors with one sender and reader; a sequence number, written last, makes one valid."""
 
     def __init__(self, words: "memoryview[int]") -> None:
         self._words, self._taken = words, 0
 
     def put(self, number: int, descriptor: _Descriptor) -> bool:
-        """Write the descriptor with this sequence number; False when the queue is full."""
+        """Write a numbered descriptor; return False when the queue is full."""
         if number - self._words[0] > _CAPACITY:
             return False
         at = self._at(number)
@@ -226,11 +219,11 @@ class _Queue:
         return True
 
     def holds(self, number: int) -> bool:
-        """Whether the descriptor with this sequence number has been written."""
+        """Return whether a numbered descriptor has been written."""
         return self._words[self._at(number)] >= number
 
     def take(self) -> Iterator[tuple[int, _Descriptor]]:
-        """The descriptors that were written since the last call, with their sequence numbers."""
+        """Yield new descriptors with their sequence numbers."""
         while self._words[at := self._at(self._taken + 1)] == self._taken + 1:
             self._taken += 1
             descriptor = _Descriptor(self._words[at + 1], self._words[at + 2], self._words[at + 3])
@@ -243,7 +236,7 @@ class _Queue:
 
 
 class _Pulse:
-    """Whether a process of this host is alive."""
+    """Liveness check of a process on this host."""
 
     def __init__(self, process: int) -> None:
         self._poll = None

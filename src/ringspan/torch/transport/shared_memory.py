@@ -34,7 +34,7 @@ _IDLE_CALLS = 256  # a slot that so many allocations passed by gives its memory 
 
 @dataclass
 class _Slot:
-    """A byte per rank, its mark, then space for a message. Rank r has mark r set as long as it uses the message."""
+    """A mark per rank, then a message; rank r sets mark r while it uses the message."""
 
     start: int
     stop: int
@@ -56,7 +56,7 @@ class SharedMemory:
     """
 
     def __init__(self, group: dist.ProcessGroup, num_words: int) -> None:
-        """Find out, together with all ranks of the group, who can read whose memory."""
+        """Negotiate with all ranks of the group whose memory is readable."""
         token = secrets.token_bytes(_LINE)
         self._rank, self._slots, self._calls = dist.get_rank(group), list[_Slot](), 0
         self._words = slice(_LINE // _WORD, _LINE // _WORD + num_words)
@@ -78,24 +78,24 @@ class SharedMemory:
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of memory behind this rank's slots."""
+        """Return the bytes behind this rank's slots."""
         return sum(slot.stop - slot.start for slot in self._slots)
 
     def words(self, rank: int) -> "memoryview[int]":
-        """The words of this rank or a peer, zeros at first. Each is read and written at once, in the order of calls."""
+        """Return a rank's words, initially zero; accesses are atomic and ordered."""
         memory = self._own_memory if rank == self._rank else self._peer_memory[rank]
         assert memory is not None, "only who can share has words"
         return memory.words[self._words]
 
     def allocate(self, size: int) -> Tensor | None:
-        """Bytes for a message of this rank, taken as long as a tensor lies on them; None when nobody could read it."""
+        """Allocate a message while a tensor lies on it; None if nobody could read it."""
         if not size or not self.peers or self._own_memory is None:
             return None
         slot = self._free_slot(size)
         return self._own_memory.view(slot.start, slot.message, size, self._rank)
 
     def place(self, message: Tensor, reader: int) -> int:
-        """The slot of a message, from now on taken for a reader too; a message from elsewhere is copied into one."""
+        """Return the slot of a message, marked for a reader; copy the message into one if necessary."""
         assert self._own_memory is not None, "nobody reads what nobody could map"
         slot = self._slot_of(message)
         if slot is None:
@@ -106,21 +106,21 @@ class SharedMemory:
         return slot.start
 
     def view(self, sender: int, slot: int, size: int) -> Tensor:
-        """The bytes of a peer's message, which it keeps as long as a tensor lies on them."""
+        """Return a peer's message, which it keeps as long as a tensor lies on it."""
         return self._peer_memory[sender].view(slot, slot + _LINE, size, self._rank)
 
     def release(self, sender: int, slot: int) -> None:
-        """Leave a peer's message unread."""
+        """Release a peer's message unread."""
         self._peer_memory[sender].mark(slot, self._rank, False)
 
     def _slot_of(self, message: Tensor) -> _Slot | None:
-        """The slot that a message of this rank lies in."""
+        """Return the slot of one of this rank's messages."""
         assert self._own_memory is not None
         at = message.data_ptr() - self._own_memory.address
         return next((slot for slot in self._slots if slot.message == at), None)
 
     def _free_slot(self, size: int) -> _Slot:
-        """The smallest free slot that fits and is not much too large; a new one if there is none."""
+        """Return the smallest free slot that fits without much waste, or a new one."""
         assert self._own_memory is not None
         self._calls += 1
         fitting = [slot for slot in self._slots if size <= slot.stop - slot.message <= 2 * size and self._is_free(slot)]
@@ -139,7 +139,7 @@ class SharedMemory:
         return not self._own_memory.is_marked(slot.start)
 
     def _new_slot(self, size: int) -> _Slot:
-        """A slot in the first gap between the others."""
+        """Make a slot in the first gap."""
         assert self._own_memory is not None
         start = self._first_slot
         for slot in self._slots:
@@ -154,7 +154,7 @@ class SharedMemory:
 
 
 class _Memory:
-    """A mapped file, as bytes and as words."""
+    """A mapped file as bytes and words."""
 
     def __init__(self, descriptor: int) -> None:
         self.size = os.fstat(descriptor).st_size
@@ -163,7 +163,7 @@ class _Memory:
         self.address = ctypes.addressof(ctypes.c_ubyte.from_buffer(self._map))
 
     def view(self, mark: int, start: int, size: int, rank: int) -> Tensor:
-        """Some bytes; the rank's mark in the line at ``mark`` is set until no tensor lies on them."""
+        """Return some bytes; the line at ``mark`` has the rank's mark until no tensor lies on them."""
         self.mark(mark, rank, True)
         exporter = (ctypes.c_ubyte * size).from_buffer(self._map, start)
         weakref.finalize(exporter, self.mark, mark, rank, False).atexit = False
@@ -182,16 +182,12 @@ class _Memory:
         return self.read(start, _LINE) != _NO_MARKS
 
     def discard(self, start: int, stop: int) -> None:
-        """Give the pages back; they read as zeros."""
+        """Return the pages to the system; they read as zeros."""
         self._map.madvise(mmap.MADV_REMOVE, start, stop - start)
 
 
 def _anonymous_file(ranks: int) -> int | None:
-    """A descriptor of an empty file in memory; None where ranks cannot share one, or the system does not allow it.
-
-    x86 alone: its cores see each other's stores in order, so that a message is complete when the word after it has
-    come, and read when its mark is gone.
-    """
+    """Return an empty in-memory file's descriptor, or None; x86 alone, whose stores other cores see in order."""
     if platform.system() != "Linux" or platform.machine() != "x86_64" or ranks > MAX_RANKS:
         return None
     import resource  # Unix has it
@@ -214,7 +210,7 @@ _Handle = tuple[str, int, int, bytes]  # network namespace, process, descriptor 
 
 
 def _own_memory(descriptor: int | None, token: bytes) -> "tuple[_Memory | None, _Handle | None]":
-    """This rank's memory, and by what its peers find it; neither where it has none or may not map it."""
+    """Return this rank's memory and its token for peers; None for both if unavailable."""
     if descriptor is None:
         return None, None
     try:
@@ -227,7 +223,7 @@ def _own_memory(descriptor: int | None, token: bytes) -> "tuple[_Memory | None, 
 
 
 def _open(handle: _Handle | None, namespace: str) -> _Memory | None:
-    """A peer's memory; None when it has none, or is on another host."""
+    """Return a peer's memory; None if it has none, or is on another host."""
     if handle is None or handle[0] != namespace:
         return None
     _, process, number, token = handle

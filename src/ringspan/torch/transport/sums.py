@@ -9,10 +9,7 @@ from torch.autograd.function import FunctionCtx
 
 
 class Sum(torch.autograd.Function):
-    """The sum over the ranks of some groups of a value to which each contributes; its gradient is each rank's own part.
-
-    Every rank goes on with the whole sum, and differentiates only what is its own.
-    """
+    """Sum over groups' ranks; each rank uses the whole sum, and its gradient is the rank's own part."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, value: Tensor, groups: list[dist.ProcessGroup]) -> Tensor:
@@ -27,9 +24,7 @@ class Sum(torch.autograd.Function):
 
 
 class SumOfGradients(torch.autograd.Function):
-    """A value that all ranks of a group have and each uses for a part of the result; the parts of its gradient are
-    summed.
-    """
+    """A value shared by a group, used by each rank for a part of the result; its gradient parts are summed."""
 
     @staticmethod
     def forward(ctx: Any, value: Tensor, group: dist.ProcessGroup) -> Tensor:

@@ -1,8 +1,7 @@
-"""Tensors that say how they are made of others, and are made when they are asked for, or a part of them.
+"""Deferred tensors, made whole or in part on request.
 
-Transformers renames, merges, splits and casts the tensors of a checkpoint with ordinary operations of PyTorch. Given
-deferred tensors it writes those operations down, so that each can be carried out later, for one weight at a time, and
-as a rule for this rank's part of it alone.
+Transformers renames, merges, splits and casts checkpoint tensors with ordinary PyTorch operations. Deferred tensors
+record these, to be carried out later, one weight at a time and as a rule for this rank's part alone.
 """
 
 import math
@@ -15,23 +14,23 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_unflatten
 
 Region = tuple[slice, ...]
-"""The indices of a part of a tensor: one slice with a beginning and an end for each dimension, all steps 1."""
+"""Indices of a tensor's part: per dimension a slice with start, stop and step 1."""
 
 _aten: Final = torch.ops.aten
 _COMPARED_BYTES: Final = 1 << 26  # of each of two tensors at a time
 
 
 class Source(Protocol):
-    """Where the numbers of a tensor are."""
+    """Location of a tensor's numbers."""
 
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     place: tuple[int, int]
-    """In the order of places they are read from front to back."""
+    """Sort key for reading from front to back."""
 
     def read(self, region: Region) -> Tensor:
-        """Those of a part, which nobody writes into."""
+        """Read a part, which nobody writes into."""
         ...
 
 
@@ -43,19 +42,18 @@ class _Made:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     index: int | None
-    """Which of several; None where there is one."""
+    """Index among several results; None for one."""
 
 
 class Deferred(Tensor):
-    """A tensor on the CPU whose numbers are not there yet.
+    """A CPU tensor without numbers yet; operations on it are deferred, and ``part`` computes it.
 
-    Operations on it give deferred tensors. Of those that change it, zeroes are remembered; others raise. ``part`` makes
-    its numbers.
+    Of in-place operations, zeroing is remembered; others raise.
     """
 
     origin: "Source | _Made"
     zeroes: list[Region]
-    """Parts that were filled with zeroes, as the initialisation of some models does to rows of padding."""
+    """Parts filled with zeroes, as some models initialise padding rows."""
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, origin: "Source | _Made") -> "Deferred":
@@ -98,17 +96,16 @@ class Deferred(Tensor):
 
 
 def deferred(source: Source) -> Deferred:
-    """The tensor whose numbers a source has."""
+    """Return a source's tensor."""
     return Deferred(source.shape, source.dtype, source)
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """All numbers of a tensor."""
     return part(tensor, region_of(tensor.shape))
 
 
 def part(tensor: Tensor, region: Region) -> Tensor:
-    """The numbers of a part of a tensor, of which no more is made, as far as its operations allow it."""
+    """Compute a part of a tensor, and no more than its operations require."""
     if not isinstance(tensor, Deferred):
         return tensor[region]
     made = _part(tensor, region)
@@ -131,9 +128,7 @@ def _part(tensor: Deferred, region: Region) -> Tensor:
 
 
 def pieces(tensor: Tensor, most_bytes: int) -> Iterator[Region]:
-    """The parts of a tensor, row after row, of at most so many bytes each where a row has no more; all of it at once
-    where a part of it is no less to make than the whole.
-    """
+    """Yield a tensor's parts by rows, of limited bytes; the whole if a part costs as much."""
     row_bytes = max(1, math.prod(tensor.shape[1:])) * tensor.dtype.itemsize
     rows = max(1, most_bytes // row_bytes)
     if tensor.ndim == 0 or rows >= tensor.shape[0] or not _is_made_in_parts(tensor):
@@ -152,7 +147,7 @@ def _is_made_in_parts(tensor: Tensor) -> bool:
 
 
 def sources_of(tensor: Tensor) -> list[Source]:
-    """Where the numbers of a tensor come from, each place once."""
+    """Return each source of a tensor once."""
     found: dict[int, Source] = {}
     todo = [tensor]
     while todo:
@@ -167,17 +162,16 @@ def sources_of(tensor: Tensor) -> list[Source]:
 
 
 def region_of(shape: Sequence[int]) -> Region:
-    """All of a tensor of this shape."""
+    """Return the region of a whole tensor."""
     return tuple(slice(0, size) for size in shape)
 
 
 def shape_of(region: Region) -> tuple[int, ...]:
-    """Of a part."""
     return tuple(each.stop - each.start for each in region)
 
 
 def _place_in_memory(view: Deferred) -> tuple[Deferred, Region]:
-    """The tensor that a view is a part of, and which part."""
+    """Return the tensor that a view is a part of, and which part."""
     region = region_of(view.shape)
     while isinstance(view.origin, _Made) and (outer := _VIEWS.get(view.origin.function)):
         inner, *details = view.origin.args
@@ -215,7 +209,7 @@ def _meta_of(x: Any) -> Any:
 
 
 def _are_equal(a: Tensor, b: Tensor) -> bool:
-    """``torch.equal``, a few rows at a time."""
+    """Compute ``torch.equal`` a few rows at a time."""
     if a.shape != b.shape:
         return False
     return all(torch.equal(part(a, region), part(b, region)) for region in pieces(a, _COMPARED_BYTES))

@@ -1,4 +1,4 @@
-"""The safetensors files of a Hugging Face folder, opened as they lie: nothing is read before it is asked for."""
+"""Safetensors files of a Hugging Face folder, read lazily."""
 
 import hashlib
 import logging
@@ -26,7 +26,7 @@ DTYPES: Final = {
 
 
 class _Stored:
-    """A tensor in a file, which stays open as long as somebody may read it."""
+    """A tensor in a file, which stays open while it may be read."""
 
     def __init__(self, path: Path, file: Any, name: str, place: tuple[int, int]) -> None:
         self._path, self._file, self.place = path, file, place
@@ -38,7 +38,7 @@ class _Stored:
         self.dtype: torch.dtype = DTYPES[kind]
 
     def read(self, region: Region) -> Tensor:
-        """A part, in the memory that the file is mapped to where its rows are whole."""
+        """Return a part, in mapped memory if its rows are whole."""
         try:
             return self._slice[region] if region else self._file.get_tensor(self.name)
         except (SafetensorError, OSError, ValueError, RuntimeError) as error:
@@ -87,8 +87,8 @@ def folder_of(
     variant: str | None = None,
     more: Sequence[str] = (),
 ) -> Path:
-    """The local folder that a name stands for: its own, or that of the Hub's cache, into which the files of an id that
-    will be opened are downloaded, and those that fit the patterns ``more``.
+    """Return the local folder that a name stands for: its own, or that of the Hub's cache, into which the files of an
+    id that will be opened are downloaded, and those that fit the patterns ``more``.
 
     Raises:
         OSError, ValueError: it is neither a folder nor to be had from the Hub.

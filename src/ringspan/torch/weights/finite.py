@@ -1,4 +1,4 @@
-"""Weights that are no numbers, as a run that diverged leaves them: they are named, before all that comes of them is."""
+"""Detection of NaN and infinity in weights, as a diverged run leaves them."""
 
 from collections.abc import Iterable, Iterator
 from typing import Final
@@ -13,8 +13,7 @@ _NUMBERS: Final = 1 << 24  # at a time, of which torch may make a copy
 
 
 def refuse_not_finite(named: Iterable[tuple[str, Tensor]], *, masks: bool = True) -> None:
-    """Refuse NaN and infinity in weights that have values and are not packed. With ``masks`` a vector may have -inf: a
-    bias that excludes an entry, the sink of a head that has none.
+    """Raise for NaN and infinity in materialised, unpacked weights; ``masks`` allows -inf in vectors (bias, sinks).
 
     Raises:
         ConfigError: naming the first.
@@ -28,7 +27,7 @@ def refuse_not_finite(named: Iterable[tuple[str, Tensor]], *, masks: bool = True
 
 
 def named_in(model: nn.Module, part: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters of a part of a model, by their names in the model."""
+    """Yield a submodule's parameters by their names in the model."""
     ours = {id(parameter) for parameter in part.parameters()}
     return ((name, parameter) for name, parameter in model.named_parameters() if id(parameter) in ours)
 

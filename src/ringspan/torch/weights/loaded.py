@@ -1,4 +1,4 @@
-"""Whether the weights that transformers read make the model that its config describes."""
+"""Check that loaded weights match the model's config."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ from ringspan.core.errors import ConfigError
 
 
 def check_loaded(where: str, found: Mapping[str, Any]) -> None:
-    """Refuse weights that do not make the model; transformers draws what is missing at random.
+    """Raise for missing or mismatched weights, which transformers would draw at random.
 
     ``found`` is the loading info of ``from_pretrained(..., ignore_mismatched_sizes=True, output_loading_info=True)``,
     ``where`` how the user calls the model.
@@ -24,5 +24,5 @@ def check_loaded(where: str, found: Mapping[str, Any]) -> None:
 
 
 def first_of(names: set[str]) -> str:
-    """The first name, and how many there are."""
+    """Return the first name and the number of names."""
     return f"{min(names)} ({len(names)} weights in all)" if len(names) > 1 else min(names)

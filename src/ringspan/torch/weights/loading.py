@@ -1,4 +1,4 @@
-"""A model that transformers makes of a folder without its weights, and the reading of this rank's part of them."""
+"""Creation of a transformers model without weights, and reading of this rank's part of them."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -44,8 +44,8 @@ def unread_model(
     trust_remote_code: bool = False,
     model_class: Any = None,
 ) -> tuple[PreTrainedModel, set[str]]:
-    """The model that ``from_pretrained`` of its auto class gives (``auto_class``), with deferred parameters, and the
-    names in the files that it has no place for. Adapters may be added to it; ``put_on_mesh`` reads each rank's part.
+    """Return a folder's model with deferred parameters, and the names in its files that it has no place for. Adapters
+    may be added; ``put_on_mesh`` reads each rank's part.
 
     Renamed, merged and split weights, tied ones, dtypes and what the files need not have are transformers' own doing,
     with deferred tensors. Buffers have their values.
@@ -81,9 +81,7 @@ def unread_model(
 
 
 def auto_class(config: PreTrainedConfig, *, sees: bool = False) -> Any:
-    """The auto class that makes the model of a config: AutoModelForCausalLM where it makes one, else that of models
-    that see and hear too; that first where the model is one that ``sees``.
-    """
+    """Return a config's auto class: AutoModelForCausalLM if any, else multimodal; that first if it ``sees``."""
     mappings = {
         AutoModelForCausalLM: MODEL_FOR_CAUSAL_LM_MAPPING,
         AutoModelForMultimodalLM: MODEL_FOR_MULTIMODAL_LM_MAPPING,
@@ -96,15 +94,13 @@ def auto_class(config: PreTrainedConfig, *, sees: bool = False) -> Any:
 
 
 def _uninitialised(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
-    """The class, without the initialisation of missing weights while it is loaded: of the wrong files that may be all,
-    and more than the memory holds.
-    """
+    """Skip the initialisation of missing weights while loading: with wrong files it could exceed memory."""
     own = {"__module__": kind.__module__, "_initialize_missing_keys": lambda *_, **__: None}
     return type(kind.__name__, (kind,), own)
 
 
 def _generation_config(folder: Path) -> GenerationConfig:
-    """As transformers has it: of its own file or, where there is none, of the model's config."""
+    """Return transformers' generation config, from its file or else the model's config."""
     try:
         return GenerationConfig.from_pretrained(folder, local_files_only=True)
     except OSError:
@@ -114,8 +110,8 @@ def _generation_config(folder: Path) -> GenerationConfig:
 
 
 def set_aside(model: nn.Module) -> None:
-    """Put parameters on the meta device, which know what they are made of, in the place of deferred ones, and values in
-    that of deferred buffers: what splits a model takes these for tensors.
+    """Replace deferred parameters by meta ones that know their source, and buffers by values, for code that needs
+    tensors.
     """
     parameters: dict[int, nn.Parameter] = {}
     for module in model.modules():
@@ -132,7 +128,7 @@ def set_aside(model: nn.Module) -> None:
 
 
 def read_whole(model: nn.Module) -> None:
-    """Give all deferred parameters and buffers their values, in memory, for what is to compute with them here."""
+    """Read all deferred parameters and buffers into memory, for local computation."""
     set_aside(model)
     read: dict[int, nn.Parameter] = {}
     for module, name, parameter, source in _unread(model.modules()):
@@ -142,7 +138,7 @@ def read_whole(model: nn.Module) -> None:
 
 
 def _unread(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Parameter, Deferred]]:
-    """The unread parameters of some modules, by module and name, and what each is made of; a tied one each time."""
+    """Yield modules' unread parameters with names and sources; a tied one each time."""
     for module in modules:
         for name, parameter in module._parameters.items():
             source = None if parameter is None else source_of(parameter)
@@ -151,14 +147,14 @@ def _unread(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.P
 
 
 def source_of(parameter: Tensor) -> Deferred | None:
-    """What an unread parameter is made of; None for any other one."""
+    """Return an unread parameter's source, else None."""
     if isinstance(parameter, Deferred):
         return parameter
     return getattr(parameter, _SOURCE, None) if parameter.is_meta else None
 
 
 def sources_in(model: nn.Module) -> dict[str, Deferred]:
-    """What the unread parameters of a model are made of, by name, in the order in which files have them."""
+    """Return a model's unread parameters' sources by name, in file order."""
     found = {name: source for name, p in model.named_parameters() if (source := source_of(p)) is not None}
     return dict(
         sorted(found.items(), key=lambda pair: min((each.place for each in sources_of(pair[1])), default=(0, 0)))
@@ -167,10 +163,11 @@ def sources_in(model: nn.Module) -> dict[str, Deferred]:
 
 @contextmanager
 def filled(*modules: nn.Module, recurse: bool = True, first_rows: bool = False, zeros: bool = False) -> Iterator[None]:
-    """While active, unread parameters of the modules have their values, for a trial that computes with them.
+    """Fill modules' unread parameters for a trial while active.
 
-    ``recurse``: also those of modules in them. ``first_rows``: all rows of embeddings have the values of the first,
-    without the memory of the others. ``zeros``: zeroes in place of the values, without memory.
+    ``recurse``: submodules too. ``first_rows``: embeddings repeat their first row, without the others' memory.
+    ``zeros``:
+    zeroes, without memory.
     """
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
     values: dict[int, nn.Parameter] = {}
@@ -196,11 +193,9 @@ def filled(*modules: nn.Module, recurse: bool = True, first_rows: bool = False, 
 
 @torch.no_grad()
 def fill_shards(model: nn.Module, sources: dict[str, Deferred]) -> Exception | None:
-    """Give parameters that were split without memory their part of the values, one after the other; what went wrong
-    with reading, if anything did.
+    """Fill split meta parameters, one by one; return the read error, if any. All ranks call it.
 
-    All ranks call it. The first of those that have the same part reads it, and sends it to the others; one that cannot
-    read goes on, so that none waits for it.
+    The first rank with a part reads it for the others; one that cannot read goes on, so that none waits for it.
     """
     if not sources:
         return None

@@ -1,4 +1,4 @@
-"""The weights of a model on a ring to files: each rank sends what it has, a piece of a tensor at a time."""
+"""Saving of a model's weights on a ring: each rank sends its part, a piece of a tensor at a time."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +17,11 @@ from ringspan.torch.weights.deferred import Deferred, Region, deferred, shape_of
 from ringspan.torch.weights.writing import WeightsPlan
 
 Vote = Callable[[str, Exception | None], None]
-"""Given what this rank does and what went wrong with it: raises on all ranks where anything did on one."""
+"""Callback with this rank's action and error; raises on all ranks if one failed."""
 
 
 class _Held(NamedTuple):
-    """What one rank has of a tensor."""
+    """One rank's part of a tensor."""
 
     rank: int
     offsets: tuple[int, ...]
@@ -29,7 +29,7 @@ class _Held(NamedTuple):
 
 
 class _Shards:
-    """A tensor that is split over ranks; to read it is for all of them, and only the writer gets numbers."""
+    """A tensor split over ranks; all read together, and only the writer gets numbers."""
 
     def __init__(self, name: str, tensor: Tensor, place: int, writer: int) -> None:
         self.name, self.shape, self.dtype, self.place = name, tuple(tensor.shape), tensor.dtype, (place, 0)
@@ -39,7 +39,7 @@ class _Shards:
         self.writer = writer
 
     def read(self, region: Region) -> Tensor:
-        """The part of the whole tensor on the writer's CPU; its shape alone on other ranks."""
+        """Return a part of the tensor on the writer's CPU; only its shape elsewhere."""
         rank, device = dist.get_rank(), self._local.device
         is_writer = rank == self.writer
         result = torch.empty(shape_of(region), dtype=self.dtype, device="cpu" if is_writer else "meta")
@@ -62,12 +62,12 @@ class _Shards:
 
 
 def plan_weights(model: PreTrainedModel, mesh: DeviceMesh, **options: Any) -> WeightsPlan:
-    """``plan_files`` of a model that is split over the ranks of a mesh. All ranks call it."""
+    """Run ``plan_files`` for a model split over a mesh. All ranks call it."""
     return plan_files(model, shards_of(model, mesh), **options)
 
 
 def shards_of(model: PreTrainedModel, mesh: DeviceMesh) -> dict[str, Deferred]:
-    """The tensors that are saved, to be read by all ranks together. All ranks call it."""
+    """Return the saved tensors, for collective reading. All ranks call it."""
     names = saved_names(model)
     everything = _tensors(model)
     writer = int(mesh.mesh.min())
@@ -87,9 +87,7 @@ def plan_files(
     dtype: torch.dtype | None = None,
     save_original_format: bool = True,
 ) -> WeightsPlan:
-    """What ``model.save_pretrained`` of transformers would write of deferred tensors with these names: under the names
-    and in the form that files of this type of model have. Parameters are cast to ``dtype`` where it is given.
-    """
+    """Plan the files of transformers' ``save_pretrained`` for deferred tensors, cast to ``dtype`` if given."""
     if dtype is not None:
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         tensors = {name: each.to(dtype) if name in parameters else each for name, each in tensors.items()}
@@ -98,9 +96,7 @@ def plan_files(
 
 
 def write_weights(plan: WeightsPlan, folder: Path | None, vote: Vote) -> None:
-    """Write all files; ``folder`` is None on ranks that do not write. All ranks call it, and all hear of a problem with
-    one file before the next is begun.
-    """
+    """Write all files, collectively; ``folder`` is None on non-writers. A failure reaches all before the next file."""
     for name in plan.files:
         problem: Exception | None = None
         try:
@@ -111,9 +107,7 @@ def write_weights(plan: WeightsPlan, folder: Path | None, vote: Vote) -> None:
 
 
 def saved_names(model: PreTrainedModel) -> dict[str, list[str]]:
-    """The parameters and persistent buffers that are saved, each with all its names: of those that are tied, the one
-    that the others are tied to.
-    """
+    """Return saved parameters and persistent buffers with all their names, tied ones under their original."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     ignored = set(getattr(model, "_keys_to_ignore_on_save", None) or ())
     names: dict[int, list[str]] = {}
@@ -124,7 +118,7 @@ def saved_names(model: PreTrainedModel) -> dict[str, list[str]]:
 
 
 def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Parameters and persistent buffers under all their names."""
+    """Yield parameters and persistent buffers under all their names."""
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         passing = module._non_persistent_buffers_set
@@ -134,7 +128,7 @@ def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _held_by_me(tensor: Tensor, writer: int) -> _Held | None:
-    """What this rank gives of a tensor: of those that have the same, the first one does."""
+    """Return this rank's share to send; the first of equal holders sends."""
     rank = dist.get_rank()
     if not isinstance(tensor, DTensor):
         return _Held(rank, (0,) * tensor.ndim, tuple(tensor.shape)) if rank == writer else None
@@ -147,7 +141,7 @@ def _held_by_me(tensor: Tensor, writer: int) -> _Held | None:
 
 
 def _meeting(region: Region, held: _Held) -> tuple[Region, Region] | None:
-    """Where a part and what a rank has overlap, in the indices of each; None where they do not."""
+    """Return the overlap of a part and a rank's, in the indices of each; None without one."""
     here: list[slice] = []
     there: list[slice] = []
     for wanted, offset, size in zip(region, held.offsets, held.sizes, strict=True):

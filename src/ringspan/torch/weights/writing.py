@@ -1,4 +1,4 @@
-"""A Hugging Face folder of safetensors files, written a piece of a tensor at a time, and there when it is whole."""
+"""Writing of a safetensors folder a piece at a time, visible when it is whole."""
 
 import json
 import os
@@ -29,7 +29,7 @@ _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class WeightsPlan:
-    """Which tensors go into which files: ``max_shard_size`` bytes at most in each, but for a tensor that has more.
+    """Assignment of tensors to files of at most ``max_shard_size`` bytes, except for larger tensors.
 
     Raises:
         ConfigError: no such size.
@@ -51,21 +51,19 @@ class WeightsPlan:
 
     @property
     def files(self) -> list[str]:
-        """Names of the files, in order."""
         return list(self._split.filename_to_tensors)
 
     @property
     def last_file(self) -> str:
-        """That makes the others a model."""
+        """Return the file that completes the model."""
         return self._index if len(self.files) > 1 else self.files[0]
 
     def replaces(self, name: str) -> bool:
-        """Whether a file of this name belongs to the weights that these take the place of."""
+        """Return whether a file of this name belongs to the replaced weights."""
         return self._replaced.fullmatch(name) is not None
 
     def write(self, name: str, folder: Path | None) -> None:
-        """Write a file, which is on the disk when this returns; None makes the tensors, as others do together with the
-        one who writes, and writes nothing.
+        """Write a file to disk; None only makes the tensors, jointly with the writer.
 
         Raises:
             OSError: it cannot be written; what makes the tensors has been gone through nevertheless.
@@ -85,7 +83,7 @@ class WeightsPlan:
             raise sink.problem
 
     def write_index(self, folder: Path, num_parameters: int) -> None:
-        """Write what says which file has which tensor, where there are several."""
+        """Write the index of tensors if there are several files."""
         if len(self.files) > 1:
             metadata = {"total_parameters": num_parameters, **self._split.metadata}
             index = {"metadata": metadata, "weight_map": self._split.tensor_to_filename}
@@ -94,7 +92,7 @@ class WeightsPlan:
 
 
 class _Sink:
-    """A file that is written to its end, or nowhere; a problem is kept, so that who sends does not wait for it."""
+    """A file, or no destination, that keeps its error so that senders do not wait."""
 
     def __init__(self, path: Path | None) -> None:
         self.problem: OSError | None = None
@@ -110,7 +108,6 @@ class _Sink:
             self.problem = error
 
     def put(self, data: bytes | Tensor) -> None:
-        """Write what comes next."""
         if self._file is None or self.problem is not None:
             return
         if isinstance(data, Tensor):
@@ -120,7 +117,7 @@ class _Sink:
             self._try(lambda: self._file.write(data))
 
     def close(self) -> None:
-        """All of it is on the disk."""
+        """Flush everything to disk."""
         if self._file is not None:
             if self.problem is None:
                 self._try(self._file.flush)
@@ -130,7 +127,7 @@ class _Sink:
 
 
 def _size_in_bytes(size: int | str) -> int:
-    """Of a file, as transformers takes it: bytes, or text with a unit."""
+    """Parse a file size as transformers does: bytes, or text with a unit."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]B)\s*", size, re.IGNORECASE) if isinstance(size, str) else None
     if found is not None:
         size = int(float(found[1]) * _UNITS[found[2].upper()])
@@ -144,7 +141,7 @@ def _num_bytes(tensor: Tensor) -> int:
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:
-    """What a safetensors file begins with: its length, and what begins and ends where."""
+    """Return a safetensors header: its length and the tensors' offsets."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():
@@ -156,7 +153,7 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def missing_room(folder: Path, num_bytes: int) -> str | None:
-    """Why so many bytes of weights cannot go into a folder; None where they can."""
+    """Return why so many bytes of weights do not fit into a folder; None if they do."""
     folder.mkdir(parents=True, exist_ok=True)
     free, needed = shutil.disk_usage(folder).free, num_bytes + HEADROOM_BYTES
     return None if free >= needed else f"{folder}: {needed:,} bytes are needed, {free:,} are free; make room"
@@ -164,7 +161,7 @@ def missing_room(folder: Path, num_bytes: int) -> str | None:
 
 @contextmanager
 def scratch_in(folder: Path) -> Iterator[Path]:
-    """A folder in a folder, for files that ``put_in_place`` moves; what earlier ones left behind is removed."""
+    """Make a scratch folder for ``put_in_place``, removing old ones."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob(f"{_SCRATCH}*"):
         shutil.rmtree(old, ignore_errors=True)
@@ -173,9 +170,7 @@ def scratch_in(folder: Path) -> Iterator[Path]:
 
 
 def put_in_place(scratch: Path, folder: Path, plan: WeightsPlan) -> None:
-    """Move all files into a folder, in the place of the weights there. Until the last has come, which is the index or
-    the only file of weights, what is there is no model.
-    """
+    """Move all files into a folder, replacing its weights; without the last (index or only file) there is no model."""
     last = plan.last_file
     # First what makes the old files a model.
     old = [path for path in folder.iterdir() if plan.replaces(path.name) and path.name != last]

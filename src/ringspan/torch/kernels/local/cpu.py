@@ -16,20 +16,20 @@ _ops = torch.ops.aten
 
 
 def is_slow_at(tiles: tuple[Tile, ...], q: Tensor) -> bool:
-    """Whether plain PyTorch computes some tiles in less time: in float32, where rows see few keys. PyTorch's kernel
-    goes through fewer than 768 rows by 64, and takes up to twice as long a pair as of many.
+    """Return whether plain PyTorch is faster: in float32, where rows see few keys.
+
+    PyTorch's kernel goes through fewer than 768 rows by 64, at up to twice the time per pair.
     """
     short = rules_of(q.device).short_rows
     return short is not None and q.dtype == torch.float32 and short[0] / q.shape[1] <= keys_a_row(tiles) <= short[1]
 
 
 class CpuFlash:
-    """``aten::_scaled_dot_product_flash_attention_for_cpu``, the operator that returns the log-sum-exp, and its
-    backward.
+    """``aten::_scaled_dot_product_flash_attention_for_cpu``, which returns the log-sum-exp, and its backward.
 
-    Its causal triangle starts at the top left corner, also when there are more rows than keys. An anticausal tile runs
-    as its mirror image: rows and keys in reverse order. It knows one head size, so the smaller ones get zeros (MLA: 192
-    and 128).
+    Its causal triangle starts at the top left corner, even with more rows than keys. Anticausal tiles run mirrored,
+    with
+    rows and keys reversed. It knows one head size, so smaller ones get zeros (MLA: 192 and 128).
     """
 
     name = "cpu"

@@ -1,11 +1,10 @@
 """Blockwise attention in plain PyTorch: any tile, dtype, device and pair of head sizes, in bounded memory.
 
-The maths of FlashAttention (Dao et al. 2022) over chunks of rows and keys, in powers of two: scores are those of
-``Scores`` times log2(e), and ``exp2`` takes what is forbidden as fast as anything else, where a CPU's ``exp`` takes ten
-times as long. It runs where no fast kernel serves, and on CPUs where PyTorch's own is slower.
+FlashAttention (Dao et al. 2022) over power-of-two chunks; scores are those of ``Scores`` times log2(e), since ``exp2``
+takes -inf at full speed, a CPU's ``exp`` ten times as long. Runs where no fast kernel serves, or on CPUs is slower.
 
-B batch, H query heads, G key/value heads, P = H / G query heads per group, D head size, E value head size; g of the
-key/value heads of one sequence at a time, n rows, m keys.
+B batch, H query heads, G key/value heads, P = H / G query heads per group, D head size, E value head size; g key/value
+heads of one sequence at a time, n rows, m keys.
 """
 
 from collections.abc import Iterator
@@ -31,7 +30,7 @@ _UNIT: Final = 16  # rows and keys: CPUs multiply matrices of odd widths a fifth
 
 
 class Eager:
-    """Scores of a chunk of rows and keys exist at any time; chunks outside of the band are never touched."""
+    """Kernel that holds one chunk of scores at a time and skips chunks outside of the band."""
 
     name = "eager"
     memory = ANY
@@ -74,7 +73,7 @@ class Eager:
                 into += _gradient(mine, *keys, *key_sums, launch.tile, rows, chunks, head_scores).view(into.shape)
 
     def heads(self, q: Tensor, k: Tensor, tile: Tile, size: ChunkSize) -> Iterator[tuple[int, slice, slice]]:
-        """A sequence, some of its query heads and the key/value heads that these share; all of them in turn."""
+        """Yield sequences with their query heads and shared key/value heads."""
         batch, kv_heads = k.shape[:2]
         # Heads that share keys are rows of one product; as many such groups as leave their scores in the cache.
         shared = q.shape[1] // kv_heads
@@ -85,7 +84,7 @@ class Eager:
                 yield one, slice(group.start * shared, group.stop * shared), group
 
     def chunks(self, tile: Tile, size: ChunkSize) -> Iterator[tuple[slice, list[slice]]]:
-        """Chunks of rows, and for each those of the keys that the band lets it see."""
+        """Yield chunks of rows with the chunks of keys that the band lets them see."""
         for rows in _equal(0, tile.num_rows, size.rows, _UNIT):
             # Keys that the band keeps from all of these rows are never read.
             first, last = max(0, rows.start - tile.hi), min(tile.num_keys, rows.stop - tile.lo)
@@ -104,7 +103,7 @@ class Queries(NamedTuple):
 def _partial(
     q: Tensor, k: Tensor, v: Tensor, tile: Tile, rows: slice, chunks: list[slice], scores: Scores
 ) -> tuple[Tensor, Tensor]:
-    """out (g, P n, E) and lse (g, P n, 1) of a chunk of queries against chunks of the keys of some heads."""
+    """Return out (g, P n, E) and lse (g, P n, 1) of a chunk of queries against chunks of keys."""
     top = total = sum_ = q.new_empty(0)
     for keys in chunks:
         s, _ = _scores(q, k[:, keys].to(q.dtype), tile, rows, keys, scores, differentiate=False)
@@ -136,7 +135,7 @@ def _gradient(
     chunks: list[slice],
     scores: Scores,
 ) -> Tensor:
-    """dq (g, P n, D) of a chunk of queries; adds to the dk and dv of the keys."""
+    """Return dq (g, P n, D) of a chunk of queries and add to the keys' dk and dv."""
     dq = torch.zeros_like(mine.q)
     for keys in chunks:
         k_keys, v_keys = (x[:, keys].to(dq.dtype) for x in (k, v))
@@ -154,9 +153,9 @@ def _gradient(
 
 
 def _chunk_size(q: Tensor, tile: Tile) -> ChunkSize:
-    """A megabyte of scores where they should stay in a core's cache, all heads where launches should be large.
+    """Return the chunk size: a megabyte of scores for a core's cache, or all heads for large launches.
 
-    Fewer rows leave less of what a chunk computes forbidden, which counts where rows see few keys.
+    Fewer rows waste less on forbidden pairs, which counts where rows see few keys.
     """
     if size := rules_of(q.device).chunk_size:
         return size
@@ -166,9 +165,8 @@ def _chunk_size(q: Tensor, tile: Tile) -> ChunkSize:
 
 
 def _equal(first: int, last: int, most: int, unit: int = 1) -> list[slice]:
-    """The fewest parts of [first, last) of at most so many, as equal as can be: thin ones are slow.
-
-    Where ``most`` is a multiple of ``unit``, all but the last are too.
+    """Split [first, last) into the fewest equal parts of at most ``most``: thin ones are slow; align to ``unit`` if it
+    can.
     """
     # All but the last end at a multiple of the unit, counted from the first.
     size, unit = last - first, gcd(unit, most)
@@ -178,20 +176,20 @@ def _equal(first: int, last: int, most: int, unit: int = 1) -> list[slice]:
 
 
 def _as_rows(x: Tensor, kv_heads: slice, dtype: torch.dtype) -> Tensor:
-    """(g P, n, size) -> (g, P n, size): queries that share a head are rows of one matrix. A view where it can be."""
+    """Reshape (g, P, n, size) to (g, P n, size), rows of one matrix for a shared head; a view if possible."""
     return x.to(dtype).reshape(kv_heads.stop - kv_heads.start, -1, x.shape[-1])
 
 
 def _factor(scores: Scores) -> float:
-    """What queries are multiplied by before they meet keys."""
+    """Return the factor of queries."""
     return scores.scale / scores.softcap if scores.softcap else scores.scale * _LOG2E
 
 
 def _scores(
     q: Tensor, k: Tensor, tile: Tile, rows: slice, keys: slice, scores: Scores, differentiate: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores of a chunk, (g, P n, m), times log2(e), with -inf outside of the band; and, if asked for, the derivative
-    of a score by its scaled product, unless it is 1.
+    """Return a chunk's scores (g, P n, m) times log2(e), -inf outside of the band, and on request their derivative if
+    not 1.
     """
     s, slope = torch.bmm(q, k.mT), None
     if scores.softcap:
@@ -209,11 +207,7 @@ def _scores(
 
 
 def _weights(s: Tensor, base: Tensor, tile: Tile, rows: slice, keys: slice, scores: Scores) -> Tensor:
-    """``exp2(s - base)``, in place.
-
-    Where ALiBi lets attention fade, weights would be denormal numbers, which slow products down several times; they are
-    too small to count anyway.
-    """
+    """Compute ``exp2(s - base)`` in place, without denormals from ALiBi, which slow down products and do not count."""
     s.sub_(base)
     if scores.slopes is not None:
         s.clamp_(min=_FAINTEST)
@@ -222,7 +216,7 @@ def _weights(s: Tensor, base: Tensor, tile: Tile, rows: slice, keys: slice, scor
 
 
 def _of_heads(s: Tensor, rows: slice) -> Tensor:
-    """(g, P n, m) -> (g, P, n, m)."""
+    """Reshape (g, P n, m) to (g, P, n, m)."""
     return s.unflatten(1, (-1, rows.stop - rows.start))
 
 

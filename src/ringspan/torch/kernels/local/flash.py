@@ -25,7 +25,7 @@ _HEAD_MULTIPLE: Final = 8
 
 
 class Cuts(NamedTuple):
-    """Sequences that lie behind each other: where each begins and ends, int32, and the longest one."""
+    """Packed sequences: beginnings and ends, int32, and the longest one."""
 
     queries: Tensor
     keys: Tensor
@@ -34,13 +34,14 @@ class Cuts(NamedTuple):
 
 
 class Calls(Protocol):
-    """One build of FlashAttention. Tensors are (B, T, H, D) with an lse of (B, H, T); with ``cuts``, (T, H, D) and (H,
-    T). ``backward`` takes the global out and lse.
+    """One build of FlashAttention on (B, T, H, D), lse (B, H, T); with ``cuts`` on (T, H, D) and (H, T).
+
+    ``backward`` takes the global out and lse.
     """
 
     @property
     def capability(self) -> tuple[int, int]:
-        """The least compute capability."""
+        """Return the minimum compute capability."""
         ...
 
     takes_windows: bool
@@ -48,7 +49,7 @@ class Calls(Protocol):
 
     @property
     def package(self) -> tuple[str, str] | None:
-        """The module that has to be installed, and what to call it."""
+        """Return the required module and its display name."""
         ...
 
     def forward(
@@ -61,10 +62,7 @@ class Calls(Protocol):
 
 
 class Flash:
-    """Any tile in half precision on CUDA. Tiles with the same window that lie behind each other are one call.
-
-    Smaller value heads, and sizes that are no multiple of eight, are filled up with zeros.
-    """
+    """Any tile in half precision on CUDA; adjacent tiles with the same window are one call."""
 
     memory = FOR_TENSOR_CORES
 
@@ -131,9 +129,7 @@ class Flash:
 
 @lru_cache(maxsize=256)
 def _cuts(launch: KernelLaunch, batch: int, where: torch.device) -> Cuts:
-    """The launch's tiles as sequences, of every batch entry; what lies between them as sequences without keys or
-    queries.
-    """
+    """Return the launch's tiles as sequences, for every batch entry; gaps are sequences without keys or queries."""
     # Varlen kernels want every row and key in some sequence. Rows between tiles become a sequence without keys, and
     # keys between tiles one without queries; ``groupby`` drops those that are empty on both sides.
     ends = [(0, 0)]
@@ -249,9 +245,7 @@ class Flash3:
 
 
 class Flash4:
-    """The package flash-attn-4, flash_attn.cute (Hopper and Blackwell). Its backward has no window but the causal one,
-    so other bands come as squares.
-    """
+    """The package flash-attn-4, flash_attn.cute (Hopper and Blackwell); backward knows causal windows, else squares."""
 
     capability = (9, 0)
     takes_windows, takes_softcap = False, False

@@ -20,7 +20,7 @@ from ringspan.torch.kernels.score_mod import Scores
 
 
 def _tuned(program: Any, blocks: Blocks, sums: list[str]) -> Any:
-    """The program with the best of its blocks, tried once for a kind of problem."""
+    """Return the program with its best blocks, tuned once per kind of problem."""
     if interprets_triton():
         return tuning.interpreted(program)
 
@@ -38,7 +38,7 @@ _backward_keys: Final = _tuned(attention.backward_keys, tuning.BACKWARD_KEYS, ["
 
 
 class _OnDevice(NamedTuple):
-    """A ``Table`` where the kernels read it."""
+    """A ``Table`` in device memory."""
 
     tiles: Tensor
     of_rows: tuple[Tensor, Tensor]
@@ -92,7 +92,7 @@ def backward_into(
 
 
 def _positions(q: Tensor, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
-    """Slopes and positions; anything where there are none, since nobody reads it."""
+    """Return slopes and positions; any placeholder if there are none."""
     if scores.slopes is None:
         return q, q, q
     assert scores.query_positions is not None and scores.key_positions is not None, "slopes need positions"

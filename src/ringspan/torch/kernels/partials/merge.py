@@ -5,7 +5,7 @@ from torch import Tensor
 
 
 def merge_into(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-    """The merge rule in place: (out, lse) <- (out, lse) + (new_out, new_lse), rows (B, H, rows, E) and (B, H, rows)."""
+    """Merge in place: (out, lse) <- (out, lse) + (new_out, new_lse), shapes (B, H, rows, E) and (B, H, rows)."""
     weight = torch.sigmoid(new_lse - lse).nan_to_num_(0.0).to(out.dtype)  # two rows that saw nothing: -inf less -inf
     out.lerp_(new_out.to(out.dtype), weight.unsqueeze(-1))
     torch.logaddexp(lse, new_lse.to(lse.dtype), out=lse)

@@ -12,10 +12,9 @@ from ringspan.torch.kernels.partials.written_rows import WrittenRows
 
 
 class Partial:
-    """(out, lse) of the local queries against the keys seen so far, in float32 (float64 for float64 inputs).
+    """(out, lse) of the local queries over the keys seen so far, in float32 (float64 for float64 inputs).
 
-    Accumulating in float32 over the whole ring is what keeps the error independent of the number of ranks. The sum is
-    made in ``out`` and ``lse`` themselves where these have that dtype.
+    Float32 sums keep the error independent of the number of ranks; they are made in ``out`` and ``lse`` if these fit.
     """
 
     def __init__(self, out: Tensor, lse: Tensor) -> None:
@@ -46,7 +45,7 @@ class Partial:
             merge_into(mine, mine_lse, out, lse)
 
     def running(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """The running out and lse of rows [start, stop), for a kernel that adds to them in place."""
+        """Return the running out and lse of rows [start, stop), for a kernel that adds in place."""
         for first, last in self._rows.fill(start, stop):
             self._clear_rows(first, last)
         return self._out[:, :, start:stop], self._lse[:, :, start:stop]
@@ -67,7 +66,7 @@ class Partial:
             self._result.copy_(self._out)
 
     def _clear(self) -> None:
-        """Give rows that have seen nothing the partial of no keys."""
+        """Set rows that have seen nothing to the empty partial."""
         for start, stop in self._rows.fill():
             self._clear_rows(start, stop)
 

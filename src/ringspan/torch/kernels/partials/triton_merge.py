@@ -1,7 +1,4 @@
-"""The merge of two partials as one pass over memory, in Triton: the eager rule reads and writes the result three times.
-
-Import it only where there is a Triton. The rule is that of ``ringspan.core.softmax``.
-"""
+"""Merge of two partials (``ringspan.core.softmax``) as one Triton pass; the eager rule makes three. Requires Triton."""
 # Triton compiles this function; as Python it would not type.
 # pyright: reportCallIssue=false
 
@@ -42,7 +39,7 @@ def _merge(
 
 
 def merge_into(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-    """(out, lse) <- (out, lse) + (new_out, new_lse), in float32, in place; ``new_out`` in any dtype.
+    """Merge (out, lse) <- (out, lse) + (new_out, new_lse) in float32, in place; ``new_out`` in any dtype.
 
     Shapes: (B, H, rows, E) with a contiguous last dimension, and (B, H, rows), with any other strides.
     """

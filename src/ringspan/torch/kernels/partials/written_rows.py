@@ -1,4 +1,4 @@
-"""Which rows of an accumulator hold something yet: what comes first is written, so that nothing need be zeroed."""
+"""Record of written rows, so that accumulators need no zeroing: first values are written, not added."""
 
 import numpy as np
 
@@ -12,16 +12,14 @@ class WrittenRows:
         self._written = np.zeros(count, dtype=np.bool_)
 
     def touch(self, start: int, stop: int) -> int:
-        """How many of the rows [start, stop) were not written before; if not all of them, ``fill`` before adding."""
+        """Return the number of unwritten rows in [start, stop); if not all of them, ``fill`` before adding."""
         before = int(np.count_nonzero(self._written[start:stop]))
         if before in (0, stop - start):
             self._written[start:stop] = True
         return stop - start - before
 
     def fill(self, start: int = 0, stop: int | None = None) -> Ranges:
-        """The ranges of rows, within [start, stop), that are still to be written with neutral numbers, and now count as
-        written.
-        """
+        """Return the unwritten ranges within [start, stop), for neutral numbers, and mark them written."""
         written = self._written[start:stop]
         if written.all():
             return ()
