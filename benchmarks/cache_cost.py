@@ -1,4 +1,4 @@
-"""What caches in fewer bits cost a model on a text: change of the loss and of perplexity, and bytes.
+"""Cost of caches in fewer bits for a model on a text: change of the loss and of perplexity, and bytes.
 
 python -m benchmarks.cache_cost runs/demo/model --text-file book.txt --scored 512
 """

@@ -179,7 +179,7 @@ def carried(layout: Layout, documents: list[int]) -> dict[str, object]:
 
 
 def _hulls(paths: Paths) -> IntArray:
-    """What is carried at each hop of each owner's spans, see ``Paths``. Shape (hops, owners, spans, 2)."""
+    """Return the part that each hop carries of each owner's spans, see ``Paths``. Shape (hops, owners, spans, 2)."""
     hop, owner = np.nonzero(paths.place >= 0)
     row = np.arange(paths.first[-1])
     place = np.searchsorted(paths.first, row, "right") - 1

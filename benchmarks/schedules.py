@@ -1,4 +1,4 @@
-"""What the schedule of one rank costs: CPU seconds, the most memory, and how many tiles it has, on 8 to 1,024 ranks.
+"""Cost of one rank's schedule: CPU seconds, the most memory, and how many tiles it has, on 8 to 1,024 ranks.
 
     OMP_NUM_THREADS=1 python -m benchmarks.schedules [VERSION] [MOST_RANKS]
 

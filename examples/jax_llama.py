@@ -87,7 +87,7 @@ class LlamaConfig:
     """Consecutive layers of which only the first keeps its input, see
     ``ringspan.torch.memory.segments``; it divides all."""
     kernel: JaxKernelName = "xla"
-    """What computes a block of attention, see ``ring_attention``."""
+    """Name of the kernel of a block, see ``ring_attention``."""
 
     def __post_init__(self) -> None:
         """Raise ``ConfigError`` where ``layers_per_checkpoint`` does not divide the layers."""

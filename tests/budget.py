@@ -52,7 +52,9 @@ class Budget:
 def is_quiet() -> bool:
     """Return True if next to nothing else runs: read off /proc/stat for half a second; False without such a file."""
     try:
-        before, after = _busy_and_idle(), (time.sleep(0.5), _busy_and_idle())[1]
+        before = _busy_and_idle()
+        time.sleep(0.5)
+        after = _busy_and_idle()
     except OSError:
         return False
     busy, idle = (late - early for early, late in zip(before, after, strict=True))

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 import ringspan
+from tests.tiers import is_type_checking
 
 SOURCE = Path(__file__).parents[1] / "src"
 PACKAGE = "ringspan"
@@ -36,13 +37,6 @@ ALLOWED = {
 JAX = {"jax", "jaxlib", "flax", "optax", "orbax"}
 FOREIGN = {"torch": JAX, "jax": {"torch"}, "gpu": {"torch"} | JAX}
 CORE_MAY_USE = sys.stdlib_module_names | {"numpy"}
-
-
-def is_type_checking(test: ast.expr) -> bool:
-    """True for `TYPE_CHECKING` and `typing.TYPE_CHECKING`."""
-    return (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING") or (
-        isinstance(test, ast.Attribute) and test.attr == "TYPE_CHECKING"
-    )
 
 
 def is_import_call(node: ast.AST) -> bool:

@@ -56,9 +56,16 @@ def _imported(path: Path) -> Iterator[str]:
             case ast.ImportFrom(module=str(module), names=names):
                 yield from (f"{module}.{name.name}" for name in names)
             case ast.If(test=test, body=body, orelse=orelse):
-                todo += orelse if "TYPE_CHECKING" in ast.unparse(test) else body + orelse
+                todo += orelse if is_type_checking(test) else body + orelse
             case ast.Try(body=body) | ast.With(body=body):
                 todo += body
+
+
+def is_type_checking(test: ast.expr) -> bool:
+    """True for `TYPE_CHECKING` and `typing.TYPE_CHECKING`."""
+    return (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING") or (
+        isinstance(test, ast.Attribute) and test.attr == "TYPE_CHECKING"
+    )
 
 
 def _files(name: str) -> Iterator[Path]:

@@ -170,8 +170,9 @@ def transposed(regions: IntArray) -> IntArray:
 def bands_between(
     mine: Spans, blocks: Sequence[Spans], first_stored: Sequence[int], regions: IntArray, *, passes_queries: bool
 ) -> list[tuple[Tile, ...]]:
-    """For each block of keys all tiles of my queries against it, or of its queries against my keys, joined where they
-    touch, each with whatever band it has. No two blocks hold the same positions.
+    """Return for each block all tiles of my queries against its keys, or of its queries against my keys.
+
+    Tiles are joined where they touch, each with any band. No two blocks hold the same positions.
 
     Rows and columns are indices into what an owner stores; ``first_stored`` are those of the blocks' first tokens.
     """

@@ -32,7 +32,7 @@ class DeviceRules:
     cuts_for_cores: bool
     """Group heads for CPU threads rather than for large launches."""
     chunk_size: ChunkSize | None = LARGE_CHUNKS
-    """For plain PyTorch; None keeps a tile in a core's cache."""
+    """Sizes for plain PyTorch; None keeps a tile in a core's cache."""
     short_rows: tuple[float, float] | None = None
     """Plain PyTorch beats the CPU kernel in float32 with at least so many keys over all heads, at most so many each."""
     multiplies_16_bits: bool = True

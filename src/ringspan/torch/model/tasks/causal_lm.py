@@ -96,7 +96,7 @@ class RingCausalLM(Saved, Fixed):
     ring_compiled: bool
     """True if layers are compiled."""
     ring_media: Kind | None = None
-    """How the model takes images; None if it takes none."""
+    """Kind of the model's image inputs; None if it takes none."""
     ring_router: RouterLoss | None
     """Auxiliary loss of a mixture of experts; None if absent."""
 
