@@ -22,11 +22,11 @@ def close(found: dict[str, Any], expected: dict[str, Any]) -> None:
     ("make", "model", "options"),
     [
         (grpo, "llama", {"lora": True, "beta": 0.1, "num_iterations": 2}),
+        (grpo, "qwen3-window", {"beta": 0.0, "sampled": True, "temperature": 0.7}),
         (rloo, "llama", {"beta": 0.0}),
         *long(
             (grpo, "llama", {"beta": 0.0}),
             (grpo, "mixtral+router", {"beta": 0.0, "loss_type": "grpo", "top_entropy_quantile": 0.5}),
-            (grpo, "qwen3-window", {"beta": 0.0, "sampled": True, "temperature": 0.7}),
         ),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
