@@ -1,6 +1,5 @@
-"""Long prompts and long texts: token for token those of one process; ``make long`` takes 5,000 tokens and 200 new ones.
-
-``make test`` takes a tenth of that. Lengths are multiples of nothing.
+"""Long prompts and long texts, token for token those of one process: 487 tokens and 40 new ones, in ``make long`` 4,999
+and 200. Lengths are multiples of nothing.
 """
 
 from typing import Any, NamedTuple
@@ -23,7 +22,6 @@ class Size(NamedTuple):
 
 
 SHORT, LONG = Size(487, 40, 61), Size(4_999, 200, 611)
-of_sizes = pytest.mark.parametrize("size", [SHORT, pytest.param(LONG, marks=pytest.mark.long)])
 
 
 def texts(model: Any, size: Size) -> list[torch.Tensor]:
@@ -40,31 +38,21 @@ def on_ring(mesh: DeviceMesh, name: str, size: Size) -> list[torch.Tensor]:
     return texts(model, size)
 
 
-def check(pool, name: str, size: Size, ranks: int, **mesh: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "size", "ranks", "tp"),
+    [
+        ("gpt_oss", SHORT, 2, 1),
+        ("mistral", SHORT, 3, 1),
+        ("llama", SHORT, 4, 2),
+        *long(*((name, LONG, 2, 1) for name in models.CONFIGS), ("mistral", LONG, 3, 1)),
+    ],
+)
+def test_a_long_text_is_that_of_one_process(pool, name, size, ranks, tp):
     expected = texts(models.model(name), size)
     assert expected[0].shape[1] == size.prompt + size.new
-    for found in pool.run(on_ring, ranks, name, size, **mesh):
+    for found in pool.run(on_ring, ranks, name, size, tp=tp):
         for text, other in zip(found, expected, strict=True):
             assert torch.equal(text, other), int((text != other).any(0).nonzero()[0])
-
-
-SUITE = [(name, SHORT) for name in ("llama", "gpt_oss", "deepseek_v3")]
-
-
-@pytest.mark.parametrize(("name", "size"), [*SUITE, *long(*((name, LONG) for name in models.CONFIGS))])
-def test_a_long_text_is_that_of_one_process(pool, name, size):
-    check(pool, name, size, 2)
-
-
-@of_sizes
-@pytest.mark.parametrize("ranks", [3, 4])
-def test_a_long_text_on_more_ranks(pool, ranks, size):
-    check(pool, "mistral", size, ranks)
-
-
-@of_sizes
-def test_a_long_text_with_split_heads(pool, size):
-    check(pool, "llama", size, 4, tp=2)
 
 
 def logits(model: Any, prompt: int) -> torch.Tensor:
@@ -94,8 +82,9 @@ def in_bfloat16(mesh: DeviceMesh, name: str, size: Size) -> torch.Tensor:
     return logits(model, size.prompt)
 
 
-@of_sizes
-@pytest.mark.parametrize("name", ["llama", "mistral", "gemma3_text", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("name", "size"), [("gemma3_text", SHORT), ("deepseek_v3", SHORT), *long(("llama", LONG), ("mistral", LONG))]
+)
 def test_bfloat16_is_as_near_as_the_attentions_of_one_process(pool, name, size):
     """Against float32: no further than twice what one process is, with its own eager or sdpa attention."""
     truth, alone = logits(dense(name), size.prompt), []

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import ringspan as rs
 from ringspan.core.arguments import is_split
 from ringspan.core.errors import UnsupportedError
-from tests.cases import long
+from tests.cases import few
 from tests.torch.generate.models import prompt
 from tests.torch.recurrence.models import build
 
@@ -53,8 +53,7 @@ def on_ring(mesh: DeviceMesh, kind: str, asked: torch.Tensor) -> Any:
     return texts(model), second, logits_of(model, past_key_values=model.new_cache())
 
 
-@pytest.mark.parametrize("ranks", [2, *long(1, 3)])
-@pytest.mark.parametrize("kind", [*KINDS[::2], *long(*KINDS[1::2])])
+@pytest.mark.parametrize(("kind", "ranks"), few(((kind, 2) for kind in KINDS), every=2))
 def test_tokens_and_logits_are_those_of_one_process(pool, kind, ranks):
     model, asked = made(kind), prompt(43, seed=5)
     expected, logits = texts(model), logits_of(model, use_cache=False)

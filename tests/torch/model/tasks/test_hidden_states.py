@@ -25,23 +25,15 @@ SMALL: dict[str, Any] = {
 }
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
-    "qwen3": {},
     "mistral": {"sliding_window": 9},
     "gemma3_text": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"]},
-    "gpt2": {"n_positions": 64},
+    "gpt2": {},
 }
 
 
 def config(kind: str) -> Any:
-    return (
-        AutoConfig.for_model(kind, **SMALL, **KINDS[kind], attention_dropout=0.0)
-        if kind != "gpt2"
-        else (
-            AutoConfig.for_model(
-                "gpt2", vocab_size=7, n_embd=32, n_layer=2, n_head=4, attn_pdrop=0, resid_pdrop=0, embd_pdrop=0
-            )
-        )
-    )
+    without = ("attn_pdrop", "resid_pdrop", "embd_pdrop") if kind == "gpt2" else ("attention_dropout",)
+    return AutoConfig.for_model(kind, **SMALL | KINDS[kind] | dict.fromkeys(without, 0.0))
 
 
 class Policy(PreTrainedModel):
@@ -109,11 +101,8 @@ def on_ring(mesh: DeviceMesh, kind: str, own: bool, layout: Any, length: int, ch
 
 
 CASES = [
-    ("llama", True, 1, 1, "zigzag", 37, "attention"),
-    ("llama", True, 2, 1, "zigzag", 37, "attention"),
     ("llama", True, 3, 1, "striped", 41, "none"),
     ("llama", False, 4, 2, "zigzag", 37, "full"),
-    ("qwen3", False, 3, 1, "zigzag", 31, "attention"),
     ("mistral", True, 3, 1, "contiguous", 43, "attention"),
     ("gemma3_text", True, 2, 1, "zigzag", 29, "attention"),
     ("gpt2", False, 2, 1, "zigzag", 29, "attention"),
@@ -133,35 +122,6 @@ def test_loss_and_gradients_are_those_of_one_process(pool, kind, own, ranks, rep
         assert found.keys() == wanted.keys()
         for name, gradient in wanted.items():
             assert relative(found[name], gradient) < 1e-5, name
-
-
-def steps(mesh: DeviceMesh | None, evaluates: bool = False) -> Tensor:
-    model = build("llama", own=True)
-    if mesh is not None:
-        model = rs.parallelize(model, mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for length in (20, 33, 20):
-        whole = features(2, length, own=True)
-        part = whole if mesh is None else rs.shard_features(whole, mesh)
-        if evaluates:
-            with torch.inference_mode():
-                loss_of(model, part, True, whole["mask"].sum())
-        local, _ = loss_of(model, part, True, whole["mask"].sum())
-        loss = local if mesh is None else rs.global_sum(local, mesh)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.detach())
-    return torch.stack(losses)
-
-
-@pytest.mark.parametrize("evaluates", [False, True])
-def test_training_goes_as_on_one_process(pool, evaluates):
-    """Whatever is evaluated in inference mode in between."""
-    wanted = steps(None)
-    for losses in pool.run(steps, 2, evaluates):
-        assert relative(losses, wanted) < 1e-5
 
 
 def saved(mesh: DeviceMesh, own: bool, folder: str) -> None:
@@ -214,13 +174,8 @@ def refused_models(mesh: DeviceMesh) -> list[str]:
         AutoConfig.for_model("modernbert", **SMALL, pad_token_id=0, global_attn_every_n_layers=1)
     )
     stateful = AutoModel.from_config(hybrid_config("lfm2"))
-    said = []
-    cases: list[tuple[Any, Any]] = [
-        (classifier, "zigzag"),
-        (encoder, "zigzag"),
-        (stateful, "zigzag"),
-        (build("llama", own=True), "balanced"),
-    ]
+    said, plain = [], build("llama", own=True)
+    cases: Any = [(classifier, "zigzag"), (encoder, "zigzag"), (stateful, "zigzag"), (plain, "balanced")]
     for model, layout in cases:
         with pytest.raises(UnsupportedError) as raised:
             rs.parallelize(model, mesh, layout=layout)
