@@ -380,38 +380,6 @@ def test_adapters_that_cannot_be_split_are_refused(adapter, message):
         refuse_split(model.get_base_model(), 2)
 
 
-def late_optimizer(mesh: DeviceMesh) -> Any:
-    """Made between a forward pass and its backward pass, and after a pass without gradients."""
-    model = adapt("llama", ADAPTERS["both ends"][1])
-    rs.parallelize(model, mesh)
-    ids = tokens(1, LENGTH)
-    batch = rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)
-    with torch.no_grad():
-        model(**batch)
-    model(**batch)
-    return losses(model, batch)
-
-
-def losses(model: Any, batch: Any) -> list[float]:
-    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.5)
-    found: list[float] = []
-    for _ in range(3):
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(loss.item())
-    return found
-
-
-def test_an_optimizer_is_given_the_shards_whenever_it_is_made(pool):
-    ids = tokens(1, LENGTH)
-    expected = losses(adapt("llama", ADAPTERS["both ends"][1]), {"input_ids": ids, "labels": ids})
-    assert expected[0] - expected[2] > 0.02
-    for found in pool.run(late_optimizer, 2):
-        assert found == pytest.approx(expected, rel=1e-5)
-
-
 def test_merged_adapters_are_refused():
     model = adapt("llama", ADAPTERS["attention"][1])
     model.merge_adapter()

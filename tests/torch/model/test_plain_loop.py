@@ -89,6 +89,7 @@ def losses_on_ring(mesh: DeviceMesh, how: str, when: str) -> list[float]:
     ("how", "when"),
     [
         ("no_grad", "before the optimizer"),
+        ("no backward", "before the optimizer"),
         ("no backward", "before the step"),
         ("an exception", "before backward"),
         ("inference_mode", "before the update"),

@@ -29,15 +29,12 @@ def asked(mesh: DeviceMesh, kind: str, examples: Any, chunk: int, dtype: torch.d
 @pytest.mark.parametrize(
     ("kind", "ranks", "examples", "chunk"),
     [
-        ("llava", 1, MANY[:1], 64),
         ("llava", 3, IN_A_ROW[:1], 3),
-        ("internvl", 2, NONE[:1], 64),
         ("smolvlm", 2, [[3, "i", 2, "i", 5]] * 2, 3),
         ("llava_onevision", 2, VIDEO, 5),
         ("qwen2_5_vl", 3, VIDEO, 4),
         ("qwen3_vl", 2, [[3, "i", 2, "v", 5]] * 2, 4),
         ("qwen3_5", 3, [[3, "i", 2, "v", 5]], 4),
-        ("gemma3", 1, MANY[:1], 64),
         ("gemma3", 3, MANY[:1], 2),
         ("paligemma", 3, MANY[:1], 2),
         ("paligemma", 2, NONE[:1], 2),
@@ -72,7 +69,7 @@ def padded_left(kind: str, examples: Any, dtype: torch.dtype = torch.float64) ->
     return batch
 
 
-@pytest.mark.parametrize("kind", ["llava", *long("qwen2_5_vl", "qwen3_vl", "gemma3", "paligemma")])
+@pytest.mark.parametrize("kind", ["llava", *long("qwen3_vl", "gemma3")])
 def test_every_beam_sees_the_images_of_its_own_prompt(pool, kind):
     batch = padded_left(kind, [[3, "i", 2, "i", 5], [2, "i", 2]])
     expected = build(kind).eval().generate(**batch, **SETTINGS | BEAMS).sequences

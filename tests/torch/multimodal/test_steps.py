@@ -80,8 +80,7 @@ def on_ring(mesh: DeviceMesh, kind: str, frozen: tuple[str, ...], options: Any) 
 @pytest.mark.parametrize(
     ("kind", "ranks", "frozen", "options"),
     [
-        ("llava", 3, ("vision_tower",), {}),
-        ("llava", 2, ("vision_tower", "projector"), {"layers_per_checkpoint": 2, "offload": "activations"}),
+        ("llava", 3, ("vision_tower", "projector"), {"layers_per_checkpoint": 2, "offload": "activations"}),
         ("qwen2_5_vl", 2, (), {"checkpoint": "full", "feedforward_chunk_tokens": 4}),
         ("qwen3_vl", 2, ("language_model.layers",), {"checkpoint": "none"}),
     ],

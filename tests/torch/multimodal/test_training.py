@@ -73,31 +73,16 @@ CASES = [
     ("audioflamingo3", 4, MANY, "striped", {}),
     ("qwen2_audio", 3, NONE, "zigzag", {}),
     *long(
-        ("llava", 1, MANY, "zigzag", {}),
-        ("llava", 3, NONE, "zigzag", {}),
         ("llava", 4, MANY, "contiguous", {"checkpoint": "full"}),
         ("mistral3", 2, IN_A_ROW, "striped", {}),
-        ("smolvlm", 3, MANY, "zigzag", {}),
         ("idefics3", 2, MANY, "zigzag", {}),
-        ("llava_onevision", 3, MANY, "zigzag", {}),
         ("llava_onevision", 2, [[3, "i", 8], [2, "i", "i", 2]], "zigzag", {}),
         ("qwen2_vl", 3, VIDEO, "zigzag", {}),
-        ("qwen2_5_vl", 1, VIDEOS, "zigzag", {}),
-        ("qwen2_5_vl", 3, NONE, "zigzag", {}),
-        ("qwen3_vl", 2, MANY, "striped", {}),
-        ("qwen3_vl", 4, ONE, "zigzag", {}),
-        ("gemma3", 1, MANY, "zigzag", {}),
-        ("gemma3", 3, MANY, "striped", {}),
         ("gemma3", 2, MANY, "zigzag", {"route": "all-gather"}),
-        ("paligemma", 1, MANY, "zigzag", {}),
         ("paligemma", 3, IN_A_ROW, "striped", {}),
-        ("llama4", 2, NONE, "zigzag", {"dtype": torch.float32}),
         ("qwen3_vl_moe", 3, VIDEOS, "zigzag", {"dtype": torch.float32}),
-        ("qwen3_5", 3, NONE, "zigzag", {"dtype": torch.float32}),
         ("qwen3_5_moe", 2, MANY, "zigzag", {"dtype": torch.float32}),
-        ("audioflamingo3", 1, IN_A_ROW, "zigzag", {}),
         ("voxtral", 3, MANY, "zigzag", {}),
-        ("voxtral", 2, ONE, "zigzag", {}),
         ("qwen2_audio", 2, MANY, "zigzag", {}),
     ),
 ]
@@ -144,14 +129,7 @@ def packed_step(mesh: DeviceMesh, kind: str, layout: BatchLayoutName, batch: Any
     return {"loss": out.loss.detach(), "gradients": whole_gradients(model)}
 
 
-@pytest.mark.parametrize(
-    ("kind", "layout"),
-    [
-        ("qwen2_5_vl", "balanced"),
-        ("gemma3", "zigzag"),
-        *long(("llava", "zigzag"), ("llava", "balanced"), ("qwen2_5_vl", "zigzag"), ("gemma3", "balanced")),
-    ],
-)
+@pytest.mark.parametrize(("kind", "layout"), [("qwen2_5_vl", "balanced"), ("gemma3", "zigzag")])
 def test_packed_documents_have_their_own_images(pool, kind, layout):
     """Two rows, of which the first packs two documents: each counts, and sees, as if it were alone."""
     documents: list[Example] = [[3, "i", 4], [5, "i", 2, "i", 2], [2, "i", 30]]

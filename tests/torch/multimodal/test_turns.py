@@ -82,12 +82,11 @@ def with_padding(mesh: DeviceMesh, kind: str) -> Tensor:
     return torch.stack((first, second))
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_sequences_with_padding_go_on_each_from_its_own_position(pool, kind):
-    _, whole = padded(kind)
+def test_sequences_with_padding_go_on_each_from_its_own_position(pool):
+    _, whole = padded("qwen3_vl")
     with torch.no_grad():
-        expected = build(kind).eval()(**whole).logits[:, -4:]
-    for found in pool.run(with_padding, 2, kind):
+        expected = build("qwen3_vl").eval()(**whole).logits[:, -4:]
+    for found in pool.run(with_padding, 2, "qwen3_vl"):
         assert torch.allclose(found, expected.expand_as(found), rtol=0, atol=1e-9)
 
 

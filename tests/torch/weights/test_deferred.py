@@ -31,7 +31,6 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-Steps = list[Callable[[Tensor], Tensor]]
 # What transformers does with the tensors of a checkpoint, and slices with steps; each on (6, 4, 2) or what came of it.
 OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "transpose": lambda x: x.transpose(0, -1),

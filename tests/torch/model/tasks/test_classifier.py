@@ -10,6 +10,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 import ringspan as rs
 from ringspan.torch.model.saving import whole_weights
 from tests.torch.models import config, relative
+from tests.torch.test_parallelize import whole
 
 PADDING = 7
 
@@ -34,10 +35,6 @@ def batch(side: str, rows: int = 4, length: int = 23) -> dict[str, Tensor]:
 
 def gradients(model: Any) -> dict[str, Tensor]:
     return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
-
-
-def whole(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 def loss_of(logits: Tensor, rows: int) -> Tensor:

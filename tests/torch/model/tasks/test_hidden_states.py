@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModel, AutoModelForQuestionAnswering, PreTrainedModel
 
 import ringspan as rs
 from ringspan.core.errors import LayoutError, PeerMismatch, UnsupportedError
 from tests.every_model.hybrids import hybrid_config
+from tests.torch.model.tasks.test_classifier import gradients
 from tests.torch.models import relative
 
 SMALL: dict[str, Any] = {
@@ -78,11 +78,6 @@ def loss_of(model: Any, part: dict[str, Tensor], own: bool, count: Tensor) -> tu
         out = model(inputs_embeds=part["observations"], **positions).last_hidden_state
     errors = ((out - part["targets"]) ** 2).mean(-1) * part["mask"]
     return errors.sum() / count, out
-
-
-def gradients(model: Any) -> dict[str, Tensor]:
-    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found.items()}
 
 
 def on_ring(mesh: DeviceMesh, kind: str, own: bool, layout: Any, length: int, checkpoint: Any) -> Any:
