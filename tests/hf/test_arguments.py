@@ -11,9 +11,8 @@ import pytest
 from tests.hf.arguments import CONFIGS, NOT_TRIED, TRIED, named, of
 from tests.hf.preferences import dpo
 from tests.hf.rollouts import grpo
-from tests.hf.trainers import SCORES, SHORT, differences, history, train
+from tests.hf.trainers import SCORES, SHORT, TOLERANCE, close, history, train
 
-TOLERANCE = 1e-5
 # What is logged of time and of memory, and what is a mean over other logits there (docs/trainers.md).
 NOT_COMPARED = ("runtime", "per_second", "step_time", "mem_", "logits/")
 
@@ -47,9 +46,8 @@ def cases() -> Iterator[Any]:
             yield pytest.param(make, options, marks=() if options is runs[0] else pytest.mark.long, id=name)
 
 
-def close(found: tuple[Any, list[Any], int], expected: tuple[Any, list[Any], int]) -> None:
-    apart = differences(found[0], expected[0])
-    assert not {name: value for name, value in apart.items() if not value < TOLERANCE}
+def close_in_everything(found: tuple[Any, list[Any], int], expected: tuple[Any, list[Any], int]) -> None:
+    close(found[0], expected[0])
     assert found[2] == expected[2] and len(found[1]) == len(expected[1])
     for one, other in zip(found[1], expected[1], strict=True):
         assert one == {name: pytest.approx(value, rel=TOLERANCE, abs=1e-6) for name, value in other.items()}
@@ -62,7 +60,7 @@ def test_an_argument_has_the_meaning_of_one_process(world, make, options):
         None, make, "llama", None, copy.deepcopy(options), everything
     )  # accelerate changes what it is given
     for found in world(2).run(train, 2, make, "llama", {}, options, everything):
-        close(found, expected)
+        close_in_everything(found, expected)
 
 
 @pytest.mark.long
@@ -81,4 +79,4 @@ def test_what_is_of_each_process_is_of_each_ring(world, make, options):
     options = dict([SHORT]) | options
     expected = world(2).run(train, 2, make, "llama", None, options, everything)[0]
     for found in world(4).run(train, 4, make, "llama", {}, options, everything, replicate=2):
-        close(found, expected)
+        close_in_everything(found, expected)

@@ -13,7 +13,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 from ringspan.hf import RingConfig
 from tests.cases import long
-from tests.hf.trainers import VOCABULARY, Ring, arguments, differences, history
+from tests.hf.trainers import VOCABULARY, Ring, arguments, close, history
 from tests.torch.models import config as config_of
 
 LABELS = 3
@@ -81,5 +81,5 @@ def test_classifiers_are_trained_as_on_one_process(world, of_tokens, model, rank
     expected, measured = on_one_process(of_tokens, model, replicas)
     assert len(expected["loss"]) == 3 and len(expected["eval_loss"]) == 1
     for found, values in world(ranks).run(classify, ranks, {}, of_tokens, model, {}, replicate=replicas):
-        assert max(differences(found, expected).values()) < 1e-5
+        close(found, expected)
         assert values == pytest.approx(measured, rel=1e-4)

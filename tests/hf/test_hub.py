@@ -7,16 +7,17 @@ from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
-import pytest
 import torch
 from huggingface_hub import HfApi
-from peft import PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ringspan.torch.model.saving import whole_weights
-from tests.hf.trainers import made, plain, sft
+from tests.hf.trainers import sft
 
-SAVING = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2}
+OPTIONS = {
+    **{"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "push_to_hub": True, "hub_strategy": "checkpoint"},
+    **{"hub_model_id": "model", "hub_always_push": True},
+}
 Sent = list[tuple[str, str, str]]  # of each upload: the repository, the folder in it, and what the commit says
 
 
@@ -39,36 +40,22 @@ class Hub:
         return done if options["run_as_future"] else None
 
 
-def pushed(mesh: Any, make: Any, folder: str, options: dict[str, Any]) -> tuple[Sent, int, dict[str, Any]]:
+def pushed(mesh: Any, folder: str) -> tuple[Sent, int, dict[str, Any]]:
     """What this rank uploads while it trains and at the end, how often it takes part in saving, and the weights."""
     hub = Hub(Path(folder, "hub"))
     with (
         mock.patch.object(HfApi, "create_repo", side_effect=hub.create_repo),
         mock.patch.object(HfApi, "upload_folder", side_effect=hub.upload_folder),
     ):
-        trainer = make(mesh, "llama", {}, f"{folder}/mine", SAVING | options)
+        trainer = sft(mesh, "llama", {}, f"{folder}/mine", OPTIONS)
         with mock.patch.object(trainer.model, "save_pretrained", wraps=trainer.model.save_pretrained) as save:
             trainer.train()
             trainer.push_to_hub("Done")
     return hub.sent, save.call_count, {name: weight.clone() for name, weight in whole_weights(trainer.model).items()}
 
 
-@pytest.mark.long
-def test_the_trained_model_is_pushed_once(world, tmp_path):
-    (sent, saves, weights), *others = world(4).run(pushed, 4, plain, str(tmp_path), {}, replicate=2)
-    assert sent == [("somebody/mine", "", "Done")] and saves == 3  # two checkpoints, and what is pushed
-    assert [(theirs, times) for theirs, times, _ in others] == [([], 3)] * 3
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "hub" / "0").state_dict()
-    before = made("llama").state_dict()
-    assert opened.keys() == weights.keys()
-    for name, weight in weights.items():
-        assert torch.equal(opened[name], weight) and not torch.equal(before[name], weight), name
-    assert not [path for path in (tmp_path / "hub" / "0").iterdir() if path.name.startswith(("_", "checkpoint-"))]
-
-
 def test_checkpoints_are_pushed_while_a_run_goes_on(world, tmp_path):
-    options = {"push_to_hub": True, "hub_strategy": "checkpoint", "hub_model_id": "model", "hub_always_push": True}
-    (sent, saves, weights), (others, times, _) = world(2).run(pushed, 2, sft, str(tmp_path), options)
+    (sent, saves, weights), (others, times, _) = world(2).run(pushed, 2, str(tmp_path))
     steps = [f"Training in progress, step {step}" for step in (1, 2)]
     places = [(place, text + also) for text in steps for place, also in (("", ""), ("last-checkpoint", ", checkpoint"))]
     assert sent == [("somebody/model", *each) for each in [*places, ("", "Done")]]
@@ -80,13 +67,3 @@ def test_checkpoints_are_pushed_while_a_run_goes_on(world, tmp_path):
         assert AutoTokenizer.from_pretrained(folder).eos_token == "w1"
     first = AutoModelForCausalLM.from_pretrained(tmp_path / "hub" / "0").state_dict()
     assert not torch.equal(first["lm_head.weight"], weights["lm_head.weight"])
-
-
-@pytest.mark.long
-def test_an_adapter_is_pushed_alone(world, tmp_path):
-    (sent, _, weights), (others, _, _) = world(2).run(pushed, 2, sft, str(tmp_path), {"lora": True})
-    assert len(sent) == 1 and others == []
-    opened = PeftModel.from_pretrained(made("llama"), tmp_path / "hub" / "0").state_dict()
-    trained = {name: weight for name, weight in weights.items() if "lora_" in name}
-    assert trained and not (tmp_path / "hub" / "0" / "model.safetensors").exists()
-    assert all(torch.equal(opened[name], weight) for name, weight in trained.items())

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tests.cases import long
-from tests.hf.trainers import Examples, differences, history, plain
+from tests.hf.trainers import Examples, close, history, plain
 
 STEPS, ACCUMULATED = 3, 2
 # Enough of them that four examples and eight at once are dealt from like groups: 16 that are sorted by length.
@@ -74,4 +74,4 @@ def test_what_is_grouped_by_length_is_that_of_one_process(world, ranks, replicas
     for rank, (found, batches) in enumerate(results):
         first = 2 * (rank * replicas // ranks)  # of those that this rank's replica has of each batch
         assert batches == [batch[first : first + 2] for batch in order]
-        assert max(differences(found, expected).values()) < 1e-5
+        close(found, expected)

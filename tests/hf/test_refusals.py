@@ -1,25 +1,36 @@
 """What would not be exact on a ring raises on every rank, in one line that says what to do."""
 
+import os
 import tempfile
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from accelerate import ParallelismConfig
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Trainer
-from trl import BEMACallback, LogCompletionsCallback  # pyright: ignore[reportPrivateImportUsage]
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Trainer, TrainingArguments
+from trl import (  # pyright: ignore[reportPrivateImportUsage]
+    BEMACallback,
+    DPOConfig,
+    GRPOConfig,
+    KTOConfig,
+    LogCompletionsCallback,
+    SFTConfig,
+)
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.hf import RingConfig
 from ringspan.hf.batches import takes_whole_batches
-from ringspan.hf.refusals import explained
-from tests.hf.preferences import dpo, kto
+from ringspan.hf.refusals import explained, refuse_arguments
 from tests.hf.rollouts import grpo, rloo
 from tests.hf.test_classes import classify
 from tests.hf.trainers import Examples, Ring, arguments, made, plain, sft
 from tests.torch.models import config as config_of
 
+GRPO = partial(GRPOConfig, num_generations=2)
+SELECTIVE = {"gradient_checkpointing_kwargs": {"selective": True}}
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"fp16": True}, "fp16=True is not supported on a ring; use bf16=True"),
     ({"fp16_full_eval": True}, "fp16_full_eval=True is not supported on a ring; load the model in that dtype"),
@@ -40,146 +51,76 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"eval_use_gather_object": True}, "eval_use_gather_object=True is not"),
     ({"accelerator_config": {"dispatch_batches": True}}, "dispatch_batches=True .* each rank reads"),
     ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint=True .* leave it out, and use save_steps"),
-    ({"callbacks": [BEMACallback()]}, "BEMACallback is not supported on a ring; it copies whole weights"),
     ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance.* use 'group_by_length'"),
     ({"dataloader_in_order": False, "dataloader_num_workers": 2}, "dataloader_in_order=False .* leave it True"),
+    ({"parallelism_config": ParallelismConfig(cp_size=2)}, "parallelism_config, a second parallelism beside the ring"),
+    ({"average_tokens_across_devices": False}, "average_tokens_across_devices=False with several replicas is not"),
+    ({"accelerator_config": {"even_batches": False}}, "even_batches=False with several replicas is not supported"),
+]
+OF_TRL: list[tuple[Any, dict[str, Any], str]] = [
+    (SFTConfig, {"activation_offloading": True}, r"activation_offloading=True .* RingConfig\(offload="),
+    (SFTConfig, SELECTIVE, "'selective': True"),
+    (DPOConfig, {"precompute_ref_log_probs": True}, "precompute_ref_log_probs=True is not supported on a ring; leave"),
+    (KTOConfig, {"precompute_ref_log_probs": True}, "precompute_ref_log_probs=True is not supported on a ring; leave"),
+    (GRPO, {"use_vllm": True}, "use_vllm=True is not supported on a ring; leave it out: the model on the ring"),
+    (GRPO, {"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching=True is not"),
+    (GRPO, {"use_transformers_paged": True}, "use_transformers_continuous_batching=True is not"),
+    (GRPO, {"cache_implementation": "static"}, "cache_implementation='static' is not supported on a ring"),
+    (GRPO, {"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True is not supported on a ring"),
 ]
 
 
-def refused(mesh: Any, options: dict[str, Any], ring: dict[str, Any]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        plain(mesh, "llama", ring, folder, options).train()
-
-
-@pytest.mark.parametrize(("options", "message"), OPTIONS, ids=[next(iter(options)) for options, _ in OPTIONS])
-def test_an_argument_that_would_not_be_exact_raises(world, options, message):
-    for error in world(2).outcomes(refused, 2, options, {}):
-        assert isinstance(error, UnsupportedError), error
-        with pytest.raises(UnsupportedError, match=message):
-            raise error
-        assert "\n" not in str(error)
-
-
-def second(mesh: Any) -> None:
-    config = ParallelismConfig(cp_size=2)
-    refused(mesh, {"parallelism_config": config}, {})
-
-
-def test_two_context_parallelisms_raise(world):
-    for error in world(2).outcomes(second, 2):
-        assert isinstance(error, UnsupportedError) and "parallelism_config, a second parallelism" in str(error)
-
-
-def of_another_size(mesh: Any) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        Ring(model=made("llama"), args=arguments(folder), train_dataset=Examples(4), ring=RingConfig(ring=3))
-
-
-def test_a_ring_that_does_not_divide_the_world_raises(world):
-    for error in world(4).outcomes(of_another_size, 4):
-        assert isinstance(error, ConfigError)
-        assert str(error) == "replicate 1 x ring 3 must equal the world size 4; rings that divide it: 1, 2, 4"
-
-
-def test_processes_that_accelerate_does_not_see_raise(world):
-    """Each of them would write checkpoints as the first one."""
-    for error in world(2).outcomes(refused, 2, {"use_cpu": False}, {}):
-        assert isinstance(error, ConfigError) and "\n" not in str(error)
-        assert "accelerate counts 1 of 2 processes" in str(error) and "TrainingArguments(use_cpu=True)" in str(error)
-
-
 @pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"average_tokens_across_devices": False}, "average_tokens_across_devices=False with several replicas is not"),
-        ({"accelerator_config": {"even_batches": False}}, "even_batches=False with several replicas is not supported"),
-    ],
-    ids=["means of means", "uneven"],
+    ("kind", "options", "message"),
+    [*((TrainingArguments, *each) for each in OPTIONS), *OF_TRL],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_replicas_do_not_do_alike_raises(world, options, message):
-    for error in world(2).run(caught, 2, options, replicate=2):
-        assert message in error
+def test_an_argument_that_would_not_be_exact_raises(tmp_path, kind, options, message):
+    with mock.patch.dict(os.environ), pytest.raises(UnsupportedError, match=message) as raised:
+        refuse_arguments(arguments(str(tmp_path), kind, **options), RingConfig(replicate=2))
+    assert "\n" not in str(raised.value)
 
 
-def launched_with(mesh: Any, precision: str) -> str:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("ACCELERATE_MIXED_PRECISION", precision)
-        return caught(mesh, {})
-
-
-def logging_completions(mesh: Any) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = plain(mesh, "llama", {}, folder, {})
-        trainer.add_callback(LogCompletionsCallback.__new__(LogCompletionsCallback))
-
-
-def test_a_callback_that_is_added_later_raises(world):
-    for error in world(2).outcomes(logging_completions, 2):
-        assert isinstance(error, UnsupportedError)
-        assert str(error).startswith("LogCompletionsCallback is not supported on a ring; it gathers from ranks")
-
-
-def test_a_precision_of_the_launcher_raises(world):
-    for error in world(2).run(launched_with, 2, "fp16"):
-        assert "mixed_precision='fp16', given or of the launch, is not exact on a ring; use 'bf16'" in error
-
-
-def caught(mesh: Any, options: dict[str, Any]) -> str:
-    with pytest.raises(UnsupportedError) as error:
-        refused(mesh, options, {})
-    return str(error.value)
-
-
-def with_optimizer(mesh: Any) -> None:
-    model = made("llama")
-    optimizer = torch.optim.AdamW(model.parameters())
-    with tempfile.TemporaryDirectory() as folder:
-        Ring(model=model, args=arguments(folder), optimizers=(optimizer, None), ring=RingConfig(mesh=mesh))
-
-
-def test_an_optimizer_of_the_whole_weights_raises(world):
-    for error in world(2).outcomes(with_optimizer, 2):
-        assert isinstance(error, ConfigError) and "optimizer_cls_and_kwargs" in str(error)
-
-
-def offloading(mesh: Any, options: dict[str, Any]) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        sft(mesh, "llama", {}, folder, options).train()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"activation_offloading": True}, r"activation_offloading=True .* RingConfig\(offload="),
-        ({"gradient_checkpointing_kwargs": {"selective": True}}, "'selective': True"),
-    ],
-)
-def test_what_trl_would_put_around_layers_raises(world, options, message):
-    for error in world(2).outcomes(offloading, 2, options):
-        with pytest.raises(UnsupportedError, match=message):
-            raise error
-
-
-def preferring(mesh: Any, make: Any, options: dict[str, Any]) -> None:
+def started(mesh: Any, make: Any, options: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
         make(mesh, "llama", {}, folder, options).train()
+
+
+def with_callback(mesh: Any, model: str, ring: dict[str, Any], folder: str, options: dict[str, Any]) -> None:
+    trainer = plain(mesh, model, ring, folder, options)
+    trainer.add_callback(LogCompletionsCallback.__new__(LogCompletionsCallback))
+
+
+def with_optimizer(mesh: Any, model: str, ring: dict[str, Any], folder: str, options: dict[str, Any]) -> None:
+    """Of the whole weights."""
+    of, ring = made(model), {"ring": RingConfig(mesh=mesh)}
+    Ring(model=of, args=arguments(folder), optimizers=(torch.optim.AdamW(of.parameters()), None), **ring)
+
+
+def on_three(mesh: Any, model: str, ring: dict[str, Any], folder: str, options: dict[str, Any]) -> None:
+    Ring(model=made(model), args=arguments(folder), train_dataset=Examples(4), ring=RingConfig(ring=3))
+
+
+def without_checkpoints(mesh: Any, model: str, ring: dict[str, Any], folder: str, options: dict[str, Any]) -> Any:
+    return plain(mesh, model, {"checkpoint": "none"}, folder, {"gradient_checkpointing": True})
+
+
+def launched_in_float16(mesh: Any, model: str, ring: dict[str, Any], folder: str, options: dict[str, Any]) -> None:
+    with mock.patch.dict(os.environ, {"ACCELERATE_MIXED_PRECISION": "fp16"}):
+        plain(mesh, model, ring, folder, options)
 
 
 @pytest.mark.parametrize(
     ("make", "options", "message"),
     [
-        (dpo, {"precompute_ref_log_probs": True}, "precompute_ref_log_probs=True is not supported on a ring; leave"),
-        (kto, {"precompute_ref_log_probs": True}, "precompute_ref_log_probs=True is not supported on a ring; leave"),
-        (dpo, {"use_liger_kernel": True}, "use_liger_kernel=True is not supported on a ring; leave it out"),
-        (grpo, {"use_vllm": True}, "use_vllm=True is not supported on a ring; leave it out: the model on the ring"),
-        (grpo, {"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching=True is not"),
-        (grpo, {"use_transformers_paged": True}, "use_transformers_continuous_batching=True is not"),
-        (
-            grpo,
-            {"cache_implementation": "static"},
-            "cache_implementation='static' is not supported on a ring; leave it",
-        ),
-        (grpo, {"cast_lm_head_to_fp32": True}, "cast_lm_head_to_fp32=True is not supported on a ring"),
+        (plain, {"fp16": True}, "fp16=True is not supported on a ring; use bf16=True"),
+        (plain, {"callbacks": [BEMACallback()]}, "BEMACallback is not supported on a ring; it copies whole weights"),
+        (plain, {"use_cpu": False}, "accelerate counts 1 of 2 processes"),
+        (with_callback, {}, "LogCompletionsCallback is not supported on a ring; it gathers from ranks"),
+        (with_optimizer, {}, "optimizer_cls_and_kwargs"),
+        (on_three, {}, "replicate 1 x ring 3 must equal the world size 2; rings that divide it: 1, 2"),
+        (without_checkpoints, {}, "contradicts RingConfig(checkpoint='none')"),
+        (launched_in_float16, {}, "mixed_precision='fp16', given or of the launch, is not exact on a ring; use 'bf16'"),
         (
             grpo,
             {"num_generations": 4, "gradient_accumulation_steps": 1},
@@ -194,15 +135,10 @@ def preferring(mesh: Any, make: Any, options: dict[str, Any]) -> None:
     ],
     ids=lambda value: getattr(value, "__name__", str(value))[:40],
 )
-def test_what_trainers_of_preferences_and_completions_do_not_do_raises(world, make, options, message):
-    for error in world(2).outcomes(preferring, 2, make, options):
+def test_what_would_not_be_exact_raises_on_every_rank(world, make, options, message):
+    for error in world(2).outcomes(started, 2, make, options):
         assert isinstance(error, UnsupportedError | ConfigError), error
         assert message in str(error) and "\n" not in str(error)
-
-
-def test_checkpointing_and_none_contradict(world):
-    for error in world(2).outcomes(refused, 2, {"gradient_checkpointing": True}, {"checkpoint": "none"}):
-        assert "contradicts RingConfig(checkpoint='none')" in str(error)
 
 
 def own_loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Any:
@@ -221,8 +157,15 @@ def with_loss_options(mesh: Any, kind: str, ring: dict[str, Any]) -> Any:
         return [one["loss"] for one in trainer.state.log_history if "loss" in one]
 
 
-@pytest.mark.parametrize("kind", ["sft", "grpo", "classifier", "function"])
-@pytest.mark.parametrize("ring", [{"label_smoothing": 0.3}, {"z_loss": 0.5}], ids=["smoothing", "z"])
+@pytest.mark.parametrize(
+    ("kind", "ring"),
+    [
+        ("sft", {"label_smoothing": 0.3}),
+        ("grpo", {"z_loss": 0.5}),
+        ("classifier", {"label_smoothing": 0.3}),
+        ("function", {"z_loss": 0.5}),
+    ],
+)
 def test_additions_to_a_loss_that_is_not_the_rings_raise(world, kind, ring):
     name, value = next(iter(ring.items()))
     for error in world(2).outcomes(with_loss_options, 2, kind, ring):

@@ -1,6 +1,5 @@
 """Layers with a state in a trainer: it goes on from rank to rank as on one process, and ends with a document."""
 
-from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -10,10 +9,7 @@ from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutput
 
 from tests.cases import long
-from tests.hf.trainers import differences, sft, train
-
-TOLERANCE = 1e-5
-OPTIONS = {"max_steps": 3}
+from tests.hf.trainers import TOLERANCE, check, differences, sft, train
 
 
 def read(model: Any, *, is_leaking: bool) -> None:
@@ -36,7 +32,7 @@ def read(model: Any, *, is_leaking: bool) -> None:
 
 def packed(mesh: Any, model: str, ring: dict[str, Any] | None, folder: str, options: dict[str, Any]) -> Any:
     """TRL's trainer of packed documents."""
-    options = OPTIONS | {"packing": True} | options
+    options = {"max_steps": 3, "packing": True} | options
     is_leaking = options.pop("is_leaking", False)
     trainer = sft(mesh, model, ring, folder, options)
     if ring is None:
@@ -44,22 +40,8 @@ def packed(mesh: Any, model: str, ring: dict[str, Any] | None, folder: str, opti
     return trainer
 
 
-@lru_cache
-def on_one_process(kind: str) -> dict[str, Any]:
-    return train(None, sft, kind, None, OPTIONS)
-
-
-@pytest.mark.parametrize("kind", ["mamba2", *long("lfm2")])
-@pytest.mark.parametrize("ranks", [2, *long(3)])
-def test_a_state_goes_on_from_rank_to_rank(world, kind, ranks):
-    expected = on_one_process(kind)
-    for found in world(ranks).run(train, ranks, sft, kind, {}, OPTIONS):
-        assert max(differences(found, expected).values()) < TOLERANCE
-
-
 @pytest.mark.parametrize("kind", ["mamba2", *long("lfm2")])
 def test_a_state_ends_with_a_packed_document(world, kind):
     expected, leaking = (train(None, packed, kind, None, {"is_leaking": each}) for each in (False, True))
     assert differences(leaking, expected)["loss"] > 100 * TOLERANCE  # by which a leak would be seen
-    for found in world(2).run(train, 2, packed, kind, {}, {}):
-        assert max(differences(found, expected).values()) < TOLERANCE
+    check(world, 2, packed, kind, {}, expected)

@@ -179,6 +179,7 @@ def train(
 
 
 SHORT = ("max_steps", 3)
+TOLERANCE = 1e-5  # relative
 
 
 @lru_cache
@@ -204,6 +205,27 @@ def differences(found: dict[str, Any], expected: dict[str, Any]) -> dict[str, fl
             if name in found["weights"]
         )
     return result
+
+
+def close(found: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Hold what is logged, and the weights, to those of one process."""
+    apart = differences(found, expected)
+    assert expected["loss"] and expected["eval_loss"]
+    assert not {name: value for name, value in apart.items() if not value < TOLERANCE}
+
+
+def check(
+    world: Callable[[int], Any],
+    ranks: int,
+    make: Callable[..., Any],
+    model: str,
+    options: dict[str, Any],
+    expected: dict[str, Any],
+    **sizes: int,
+) -> None:
+    """Hold a trainer on so many ranks to one process."""
+    for found in world(ranks).run(train, ranks, make, model, {}, options, **sizes):
+        close(found, expected)
 
 
 def scale_of(name: str, expected: dict[str, Any]) -> float | None:

@@ -68,7 +68,7 @@ MUTANTS = [
         "lightning/strategy.py",
         "inner.state.clear()",
         "pass",
-        "lightning/test_strategy.py::test_saving_before_the_first_step_changes_nothing[True]",
+        "lightning/test_strategy.py::test_saving_before_the_first_step_changes_nothing",
     ),
     Mutant(
         "groups of a mesh wait as long as torch says",
@@ -202,14 +202,14 @@ MUTANTS = [
         "hf/batches.py",
         "_of_replica(self, output.loss, is_counted=False)",
         "output.loss",
-        "hf/test_loop.py::test_a_loop_that_splits_its_batches_equals_one_process[4-sizes0]",
+        "hf/test_loop.py::test_a_loop_that_splits_its_batches_equals_one_process",
     ),
     Mutant(
         "an awaited reward that fails is told to nobody",
         "hf/rollouts.py",
         "trainer.reward_funcs[place] = failing_later(function, trainer.ring_failures)",
         "pass",
-        "hf/test_rewards.py::test_a_function_that_fails_on_one_rank_raises_on_all[2-2-awaited reward]",
+        "hf/test_rewards.py::test_a_function_that_fails_on_one_rank_raises_on_all[awaited reward]",
     ),
     Mutant(
         "a generation is counted in ranks",
@@ -1166,7 +1166,7 @@ MUTANTS = [
         "lightning/seams.py",
         "shuffle=isinstance(sampler, RandomSampler)",
         "shuffle=True",
-        "lightning/test_strategy.py::test_a_fit_equals_one_process[sizes2-4]",
+        "lightning/test_strategy.py::test_a_fit_equals_one_process",
     ),
     Mutant(
         "a program with the first sequence's documents for all",
