@@ -32,12 +32,6 @@ def test_steps_on_a_ring_equal_one_process(world, make, model, options):
     check(world, 2, make, model, dict([SHORT]) | options, expected)
 
 
-@pytest.mark.parametrize("make", long(dpo, kto, reward), ids=["dpo", "kto", "reward"])
-def test_replicas_average_their_preferences(world, make):
-    expected = short_run(make, "llama", 2)
-    check(world, 4, make, "llama", dict([SHORT]), expected, replicate=2)
-
-
 def weights_here(mesh: Any) -> list[float]:
     """The share of its weights that this rank holds: of the model, and of the reference model."""
     with tempfile.TemporaryDirectory() as folder:

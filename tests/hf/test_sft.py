@@ -23,20 +23,6 @@ def on_one_process(model: str, replicas: int, *options: tuple[str, Any]) -> dict
 
 
 @pytest.mark.parametrize(
-    ("ranks", "replicas", "options"),
-    [
-        (4, 2, PACKED),
-        *long((2, 1, {}), (3, 1, PACKED), (4, 2, {"column": "completion_mask", "completion_only_loss": True})),
-    ],
-    ids=str,
-)
-def test_ten_steps_equal_one_process(world, ranks, replicas, options):
-    expected = on_one_process("llama", replicas, *options.items())
-    assert len(expected["loss"]) == len(expected["entropy"]) == 10 and len(expected["eval_loss"]) == 1
-    check(world, ranks, sft, "llama", options, expected, replicate=replicas)
-
-
-@pytest.mark.parametrize(
     ("model", "options"),
     [
         ("llama", FREE | {"column": "completion_mask", "completion_only_loss": True, "lora": True}),
@@ -102,7 +88,7 @@ def test_an_adapter_of_packed_weights_resumes_on_another_ring_and_peft_opens_it(
     assert through == pytest.approx(adapted(None, str(tmp_path / "alone"), None, weights), rel=1e-5)
     checkpoint = tmp_path / "first" / "checkpoint-2"
     assert PeftModel.from_pretrained(made("llama"), checkpoint).peft_config["default"].r == 4
-    for losses in world(3).run(adapted, 3, str(tmp_path / "second"), str(checkpoint), weights):
+    for losses in world(4).run(adapted, 4, str(tmp_path / "second"), str(checkpoint), weights):
         after = {step: loss for step, loss in losses.items() if step > 2}
         assert after == pytest.approx({3: through[3], 4: through[4]}, rel=1e-6)
 
@@ -120,7 +106,7 @@ def log_probabilities(mesh: Any, model: str) -> tuple[torch.Tensor, torch.Tensor
 
 
 def test_a_packed_document_does_not_leak_into_others(world):
-    for before, after, documents in world(3).run(log_probabilities, 3, "gpt_oss"):
+    for before, after, documents in world(2).run(log_probabilities, 2, "gpt_oss"):
         assert documents.max() > 3
         others = (documents != 1)[:, :-1]
         assert torch.equal(before[others], after[others])

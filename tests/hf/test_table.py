@@ -1,11 +1,9 @@
-"""The table of trainers holds its bound, and says what does not; some of its rows on rings of three."""
+"""The table of trainers holds its bound, and says what does not."""
 
 import json
 import math
 from itertools import product
 from typing import Any
-
-import pytest
 
 from tests.hf import table
 from tests.hf.table import BOUND, CASES, COLUMNS, RESULT, RINGS
@@ -34,13 +32,3 @@ def test_a_figure_beyond_the_bound_or_missing_is_named():
     row["ring 2"]["weights"] = BOUND
     row["2 x ring 2"]["entropy"] = 1.0  # a mean over the batches of replicas
     assert table.beyond([row]) == ["DPO, on ring 3: loss is nan from one process, more than 1e-05"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("name", ["DPO", "KTO", "reward model, learning rate 3e-3", "GRPO, completions given"])
-def test_ten_steps_on_three_ranks_equal_one_process(world, name):
-    (case,) = (case for case in CASES if case.name == name)
-    found, expected = table.apart(case, "ring 3", world)
-    assert len(expected["loss"]) == len(expected["grad_norm"]) == 10 and len(expected["eval_loss"]) == 1
-    assert not {figure: value for figure, value in found.items() if not value <= BOUND}
-    assert set(found) >= set(COLUMNS)

@@ -1,7 +1,6 @@
 """transformers' Trainer on a ring is the one on one process: ten steps, evaluation, and the weights at the end."""
 
 import tempfile
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -17,27 +16,22 @@ from ringspan.core.errors import CheckpointError
 from ringspan.hf import RingConfig, RingTrainerMixin, seams
 from ringspan.hf.progress import load_optimizer, save_optimizer
 from tests.cases import long
-from tests.hf.trainers import TOLERANCE, Examples, arguments, check, differences, made, plain, saved, train
+from tests.hf.trainers import TOLERANCE, Examples, arguments, check, differences, made, plain, saved, short_run, train
 from tests.torch.models import build
 
 RINGS = [(4, 2), *long((3, 1))]  # ranks, replicas
 
 
-@lru_cache
-def on_one_process(model: str, replicas: int, *options: tuple[str, Any]) -> dict[str, Any]:
-    sizes = {"per_device_train_batch_size": 2 * replicas, "per_device_eval_batch_size": 2 * replicas}
-    return train(None, plain, model, None, dict(options) | sizes)
-
-
 @pytest.mark.parametrize(("ranks", "replicas"), RINGS)
 def test_ten_steps_equal_one_process(world, ranks, replicas):
-    expected = on_one_process("llama", replicas)
+    sizes = dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), 2 * replicas)
+    expected = train(None, plain, "llama", None, sizes)
     assert len(expected["loss"]) == len(expected["grad_norm"]) == 10 and len(expected["eval_loss"]) == 1
     check(world, ranks, plain, "llama", {}, expected, replicate=replicas)
 
 
 def test_experts_share_their_auxiliary_loss(world):
-    expected = on_one_process("mixtral+router", 2, ("max_steps", 3))
+    expected = short_run(plain, "mixtral+router", 2)
     check(world, 4, plain, "mixtral+router", {"max_steps": 3}, expected, replicate=2)
 
 
@@ -118,13 +112,14 @@ def metrics(prediction: Any) -> dict[str, float]:
     return {"sum": float((logits * np.cos(places)).mean()), "labels": float((labels * (labels >= 0)).sum())}
 
 
-def top(logits: Any, labels: Any) -> Any:
-    return logits.argmax(-1)
+def doubled(logits: Any, labels: Any) -> Any:
+    return 2 * logits
 
 
 def predict(mesh: Any, ring: dict[str, Any] | None, options: dict[str, Any]) -> Any:
+    own = {"compute_metrics": metrics, "preprocess_logits_for_metrics": doubled}
     with tempfile.TemporaryDirectory() as folder:
-        trainer = plain(mesh, "llama", ring, folder, options | {"compute_metrics": metrics})
+        trainer = plain(mesh, "llama", ring, folder, options | own)
         evaluated = trainer.evaluate()
         predicted = trainer.predict(Examples(11, length=19, seed=2))
         only_loss = trainer.evaluate(Examples(11, length=19, seed=2), metric_key_prefix="other")
@@ -174,19 +169,6 @@ def test_a_batch_without_targets_has_no_part_in_an_evaluation(world, ranks, repl
         assert found == pytest.approx(expected, rel=TOLERANCE, nan_ok=True)
 
 
-def test_logits_are_preprocessed_for_metrics(world):
-    given = {"preprocess_logits_for_metrics": top, "compute_metrics": None}
-    expected = predict_tops(None, None, given)
-    for found in world(2).run(predict_tops, 2, {}, given):
-        np.testing.assert_array_equal(found, expected)
-
-
-def predict_tops(mesh: Any, ring: dict[str, Any] | None, options: dict[str, Any]) -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        trainer = plain(mesh, "llama", ring, folder, options)
-        return trainer.predict(Examples(5)).predictions
-
-
 def checkpointed(mesh: Any, folder: str, options: dict[str, Any], resume: str | None) -> Any:
     """The losses of a run that saves, and what the model's folder opens as."""
     trainer = plain(
@@ -207,17 +189,13 @@ def test_a_run_resumes_on_another_ring(world, tmp_path):
     names = {path.name for path in (tmp_path / "checkpoint-2").iterdir()}
     assert {"config.json", "model.safetensors", "training_args.bin", "trainer_state.json", "scheduler.pt"} <= names
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-2").num_parameters() > 0
-    for ranks, replicas, size in [(3, 1, 2), (4, 2, 1)]:
-        folder = tmp_path / f"on {ranks}"
-        options = {"per_device_train_batch_size": size}
-        resume = str(tmp_path / "checkpoint-2")
-        results = world(ranks).run(checkpointed, ranks, str(folder), options, resume, replicate=replicas)
-        for losses, _, _ in results:
-            after = {step: loss for step, loss in losses.items() if step > 2}
-            assert sorted(after) == [3, 4]
-            assert after == pytest.approx({step: through[step] for step in after}, rel=1e-6)
-        for name, value in results[0][1].items():
-            torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-5)
+    options, resume = {"per_device_train_batch_size": 1}, str(tmp_path / "checkpoint-2")
+    results = world(4).run(checkpointed, 4, str(tmp_path / "on 4"), options, resume, replicate=2)
+    for losses, _, _ in results:
+        after = {step: loss for step, loss in losses.items() if step > 2}
+        assert after == pytest.approx({step: through[step] for step in (3, 4)}, rel=1e-6)
+    for name, value in results[0][1].items():
+        torch.testing.assert_close(value, weights[name], rtol=1e-4, atol=1e-5)
 
 
 def of_another_config(mesh: Any, folder: str) -> Any:
