@@ -23,6 +23,7 @@ from tests.jax.rings import attention_and_gradients, by_data, in_order, mesh, sh
 from tests.torch.attention.test_ring import FLOAT32_LIMIT, Problem, relative
 
 TORCH_LIMIT = 1e-5
+CUSTOM = rs.CustomLayout.of([[(0, 4)], [(4, 4)]])
 
 
 @pytest.fixture(autouse=True)
@@ -52,6 +53,31 @@ def check_any_mask(tokens, short, mask, layout, ranks, chunks, kernel="xla") -> 
     return problem, results
 
 
+def check_same_as_xla(kernel, problem, layout, ranks, **options):
+    """Out and every gradient of a kernel."""
+    split, key_split = (rs.Layout(layout, x.shape[2], ranks) for x in (problem.q, problem.k))
+    ours, expected = (
+        attention_and_gradients(*arrays(problem), split, problem.mask, key_split, kernel=name, **options)
+        for name in (kernel, "xla")
+    )
+    assert len(ours) == len(expected) == 4 + ("sinks" in options)
+    for one, other in zip(ours, expected, strict=True):
+        assert np.linalg.norm(one - other) < 1e-6 * np.linalg.norm(other)
+
+
+def check_as_good_as_xla(kernel, dtype, tokens, size, **options):
+    """A kernel's errors in half precision."""
+    problem = Problem(tokens, rs.causal(), heads=4, groups=2, size=size, dtype=dtype)
+    inputs = [jnp.asarray(x, str(dtype).removeprefix("torch.")) for x in arrays(problem)]
+    split = rs.Layout("zigzag", tokens, 2)
+    ours, limits = (
+        errors(problem, attention_and_gradients(*inputs, split, problem.mask, kernel=name, **options))
+        for name in (kernel, "xla")
+    )
+    for error, limit in zip(ours, limits, strict=True):
+        assert error < 1.1 * limit
+
+
 @given(
     short=st.integers(0, 7),
     mask=masks,
@@ -72,12 +98,7 @@ def test_any_mask_on_any_layout(short, mask, layout, ranks):
     [
         ("zigzag", 2, rs.causal(), 2, 3, 1, 40),
         ("contiguous", 4, rs.sliding_window(37), 2, 2, 1, 16),
-        *long(
-            ("contiguous", 1, rs.causal(), 1, 8, 2, 64),
-            ("striped", 4, rs.causal(), 1, 4, 4, 16),
-            ("zigzag", 8, rs.prefix_lm(41), 1, 2, 2, 16),
-            ("striped", 2, rs.documents([30, 1, 70, 20]), 1, 2, 1, 24),
-        ),
+        *long(("striped", 4, rs.causal(), 1, 4, 4, 16), ("zigzag", 8, rs.prefix_lm(41), 1, 2, 2, 16)),
     ],
     ids=str,
 )
@@ -108,27 +129,15 @@ def dense(q, k, v, sinks, allowed, softcap):
     return jax.nn.softmax(scores, -1) @ v
 
 
-@pytest.mark.parametrize(
-    ("layout", "ranks", "softcap", "with_sinks", "mask"),
-    [
-        *long(("zigzag", 2, 1.5, False, rs.causal()), ("striped", 4, None, True, rs.sliding_window(11))),
-        ("contiguous", 2, 0.7, True, rs.causal()),
-    ],
-)
-def test_sinks_and_softcap(layout, ranks, softcap, with_sinks, mask):
-    problem = Problem(43, mask, heads=4, groups=2)
-    split = rs.Layout(layout, 43, ranks)
-    sinks = np.array([0.3, -2.0, 1.5, 4.0], np.float32) if with_sinks else None
-    results = attention_and_gradients(
-        *arrays(problem), split, mask, softcap=softcap, sinks=sinks, query_chunk=8, key_chunk=8
-    )
-    allowed = mask.dense(np.arange(43), np.arange(43))
-    inputs = arrays(problem)[:3] + ([sinks] if with_sinks else [])
+def test_sinks_and_softcap():
+    problem = Problem(43, rs.causal(), heads=4, groups=2)
+    sinks = np.array([0.3, -2.0, 1.5, 4.0], np.float32)
+    options = {"softcap": 0.7, "sinks": sinks, "query_chunk": 8, "key_chunk": 8}
+    results = attention_and_gradients(*arrays(problem), rs.Layout("contiguous", 43, 2), rs.causal(), **options)
+    allowed = rs.causal().dense(np.arange(43), np.arange(43))
     with jax.enable_x64(True):
-        inputs = [jnp.asarray(x, jnp.float64) for x in inputs]
-        out, differentiate = jax.vjp(
-            lambda q, k, v, sinks=None: dense(q, k, v, sinks, allowed, softcap), *inputs
-        )  # fmt: skip
+        inputs = [jnp.asarray(x, jnp.float64) for x in (*arrays(problem)[:3], sinks)]
+        out, differentiate = jax.vjp(lambda *x: dense(*x, allowed, 0.7), *inputs)
         expected = [np.asarray(x) for x in (out, *differentiate(jnp.asarray(arrays(problem)[3], jnp.float64)))]
     assert len(results) == len(expected)
     for ours, theirs in zip(results, expected, strict=True):
@@ -148,14 +157,13 @@ def test_a_negative_scale_is_as_good_as_negative_queries(mask):
         assert np.linalg.norm(ours - theirs) < 1e-6 * np.linalg.norm(theirs)
 
 
-@pytest.mark.parametrize("ranks", [2, *long(8)])
-def test_bfloat16_is_as_good_as_on_one_device(ranks):
+def test_bfloat16_is_as_good_as_on_one_device():
     problem = Problem(256, rs.causal(), heads=4, groups=2, size=64, dtype=torch.bfloat16)
     inputs = [x.clone().requires_grad_() for x in (problem.q, problem.k, problem.v)]
     out = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
     alone = [x.detach().double().numpy() for x in (out, *torch.autograd.grad(out, inputs, problem.dout))]
     ours = [jnp.asarray(x, jnp.bfloat16) for x in arrays(problem)]
-    split = rs.Layout("zigzag", 256, ranks)
+    split = rs.Layout("zigzag", 256, 2)
     results = attention_and_gradients(*ours, split, rs.causal(), query_chunk=16, key_chunk=16)
     for error, limit in zip(errors(problem, results), errors(problem, alone), strict=True):
         assert error < 1.4 * limit
@@ -176,14 +184,6 @@ def test_float64_stays_float64():
         inputs = [x.numpy() for x in (problem.q, problem.k, problem.v, problem.dout)]
         results = attention_and_gradients(*inputs, rs.Layout("zigzag", 60, 2), rs.causal(), query_chunk=8)
     assert max(errors(problem, results)) < 1e-13
-
-
-def test_rows_that_see_nothing_give_zeros():
-    mask = rs.documents([3])  # positions from 3 on see nothing and are seen by nobody
-    problem = Problem(12, mask)
-    out, *gradients = attention_and_gradients(*arrays(problem), rs.Layout("contiguous", 12, 4), mask)
-    assert (out[:, :, 3:] == 0).all()
-    assert all((g[:, :, 3:] == 0).all() and np.isfinite(g).all() for g in gradients)
 
 
 @pytest.mark.parametrize("kernel", ["xla", *long("pallas")])
@@ -292,8 +292,7 @@ def test_batch_and_heads_are_split_too_and_what_is_shared_gets_the_summed_gradie
 
 
 def test_explicit_meshes_work_too():
-    problem = Problem(40, rs.causal())
-    split = rs.Layout("zigzag", 40, 2)
+    problem, split = Problem(40, rs.causal()), rs.Layout("zigzag", 40, 2)
     explicit = jax.make_mesh((2,), ("sp",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Explicit,))
     inputs = [shards(x, split) for x in arrays(problem)[:3]]
     out = jax.jit(lambda *x: sharded_ring_attention(*x, mesh=explicit))(*inputs)
@@ -322,12 +321,7 @@ def test_explicit_meshes_work_too():
         ([(1, 2, 8, 4)] * 3, {"layout": 3}, rs.LayoutError, "layout must be a name or a Layout, got 3"),
         ([(1, 2, 8, 4)] * 3, {"key_layout": "zigzag"}, rs.LayoutError, "key_layout must be a Layout or None"),
         ([(1, 2, 8, 4)] * 3, {"key_layout": rs.Layout("striped", 8, 2)}, rs.LayoutError, "make them alike"),
-        (
-            [(1, 2, 8, 4)] * 3,
-            {"layout": rs.CustomLayout.of([[(0, 4)], [(4, 4)]])},
-            rs.UnsupportedError,
-            "not supported in JAX, where one program serves all ranks; use contiguous, striped",
-        ),
+        ([(1, 2, 8, 4)] * 3, {"layout": CUSTOM}, rs.UnsupportedError, "not supported in JAX, where one program serves"),
     ],
 )
 def test_what_is_not_supported_is_refused_by_name(shapes, options, error, message):
@@ -343,6 +337,8 @@ def test_what_is_no_mesh_or_outside_of_one_is_refused():
         ring_attention(x, x, x)
     with pytest.raises(rs.UnsupportedError, match=r"q must be an array, got \[1\]"):
         ring_attention([1], x, x)
+    with pytest.raises(rs.UnsupportedError, match="dtype int32"):
+        sharded_ring_attention(*(x.astype(np.int32),) * 3, mesh=mesh(sp=2))
 
 
 @pytest.mark.parametrize("name", ["q", "k", "v"])
@@ -354,8 +350,3 @@ def test_arrays_that_are_the_same_on_all_ranks_are_refused(name):
     whole, part = np.zeros((1, 2, 4, 4), np.float32), np.zeros((1, 2, 8, 4), np.float32)
     with pytest.raises(rs.LayoutError, match=rf"^{name} is the same on all 2 devices of mesh axis 'sp'"):
         on_mesh(*(whole if each == name else part for each in "qkv"))
-
-
-def test_integers_are_refused():
-    with pytest.raises(rs.UnsupportedError, match="dtype int32"):
-        sharded_ring_attention(*(np.zeros((1, 2, 8, 4), np.int32) for _ in range(3)), mesh=mesh(sp=2))

@@ -1,5 +1,6 @@
 """Lightning's Trainer on a ring: losses, weights and checkpoints of one process."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +26,10 @@ from ringspan.lightning import RingStrategy
 from tests.cases import long
 from tests.torch.models import build, relative, tokens
 
-IDS = tokens(40, 21)
-IDS_OF_EVALUATION = tokens(4, 21, seed=5)
-ROWS = [
-    {"input_ids": row, "labels": torch.where(torch.arange(21) < 4 + n % 17, row, -100)} for n, row in enumerate(IDS)
-]
-EVALUATION = [{"input_ids": row, "labels": row} for row in IDS_OF_EVALUATION]
+IDS = tokens(16, 21)
+ROWS = [{"input_ids": ids, "labels": torch.where(torch.arange(21) < 4 + n, ids, -100)} for n, ids in enumerate(IDS)]
+STEPS = 4  # of an epoch, with four rows each
+EVALUATION = [{"input_ids": row, "labels": row} for row in tokens(4, 21, seed=5)]
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "logger": False,
@@ -157,20 +156,13 @@ def ring_fit(
     return fit(options, batch_size, resume, **changes)
 
 
-def one_fit() -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def expected() -> dict[str, Any]:
     return fit({"devices": 1}, 4)
 
 
-@pytest.fixture(scope="module")
-def expected() -> dict[str, Any]:
-    return one_fit()
-
-
-@pytest.mark.parametrize(
-    ("sizes", "batch_size"), [*long(({"replicate": 2}, 2), ({"ring": 4}, 4)), ({"ring": 2, "tp": 2}, 4)]
-)
-def test_a_fit_equals_one_process(pool, expected, sizes, batch_size):
-    for found in pool.run(ring_fit, 4, sizes, batch_size):
+def test_a_fit_equals_one_process(pool, expected):
+    for found in pool.run(ring_fit, 4, {"ring": 2, "tp": 2}, 4):
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
         assert found["evaluated"] == pytest.approx(expected["evaluated"], rel=1e-5)
         assert found["logged"] == pytest.approx(expected["logged"], rel=1e-5)
@@ -178,25 +170,17 @@ def test_a_fit_equals_one_process(pool, expected, sizes, batch_size):
             assert relative(found["weights"][name], weight) < 1e-5, name
 
 
-def with_ring_loader(mesh: Any) -> Any:
-    return ring_fit(mesh, {"replicate": 2}, 2, kind=WithLoader)
-
-
 def test_a_loader_of_the_ring_is_taken_as_it_is(pool, expected):
-    for found in pool.run(with_ring_loader, 4):
+    for found in pool.run(partial(ring_fit, kind=WithLoader), 4, {"replicate": 2}, 2):
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
 
 
-def shuffled(mesh: Any, sizes: dict[str, Any], batch_size: int) -> Any:
-    return ring_fit(mesh, sizes, batch_size, shuffle=True)["losses"]
-
-
 def test_a_loader_that_shuffles_gives_every_mesh_the_same_batches(pool, expected):
-    two, *_ = pool.run(shuffled, 4, {"replicate": 2}, 2)
-    one, *_ = pool.run(shuffled, 4, {"ring": 4}, 4)
+    two = pool.run(partial(ring_fit, shuffle=True), 4, {"replicate": 2}, 2)[0]["losses"]
+    one = pool.run(partial(ring_fit, shuffle=True), 4, {"ring": 4}, 4)[0]["losses"]
     assert one == pytest.approx(two, rel=1e-5)
     assert one[0] != pytest.approx(expected["losses"][0], rel=1e-5)
-    assert one[:10] != pytest.approx(one[10:], rel=1e-2), "another order in each epoch"
+    assert one[:STEPS] != pytest.approx(one[STEPS:], rel=1e-2), "another order in each epoch"
 
 
 @pytest.mark.parametrize("is_folder", [True, *long(False)])
@@ -205,7 +189,7 @@ def test_a_checkpoint_resumes_on_another_mesh(pool, expected, tmp_path, is_folde
     pool.run(ring_fit, 4, {"replicate": 2} | sizes, 2, path)
     assert Path(path).is_dir() == is_folder
     for found in pool.run(ring_fit, 4, {"ring": 4} | sizes, 4, None, path):
-        assert found["losses"] == pytest.approx(expected["losses"][10:], rel=1e-5)
+        assert found["losses"] == pytest.approx(expected["losses"][STEPS:], rel=1e-5)
         for name, weight in expected["weights"].items():
             assert relative(found["weights"][name], weight) < 1e-5, name
 
@@ -231,7 +215,7 @@ def fit_with_an_odd_rank(_: Any, is_raising: bool) -> tuple[str, int]:
     strategy.is_raising = is_raising  # type: ignore[attr-defined]
     trainer = Trainer(**QUIET, devices=4, strategy=strategy, plugins=[Ranks()])
     try:
-        trainer.fit(module, DataLoader(ROWS[:20], 2))  # type: ignore[arg-type]
+        trainer.fit(module, DataLoader(ROWS, 2))  # type: ignore[arg-type]
     except Exception as error:
         return f"{type(error).__name__}: {error}", len(module.losses)
     return "", len(module.losses)
@@ -251,33 +235,29 @@ class SaveAtStart(Callback):
         trainer.save_checkpoint(self.path)
 
 
-def saved_at_start(mesh: Any, path: str, is_folder: bool) -> tuple[list[float], list[float]]:
+def saved_at_start(mesh: Any, path: str) -> tuple[list[float], list[float]]:
     """The losses of a run that saves before its first step, and of one that begins with what was saved."""
-    sizes = {"ring": 4, "save_distributed_checkpoint": is_folder}
-    through = ring_fit(mesh, sizes, 4, callbacks=[SaveAtStart(path)])
-    return through["losses"], ring_fit(mesh, sizes, 4, resume=path)["losses"]
+    through = ring_fit(mesh, {"ring": 4}, 4, callbacks=[SaveAtStart(path)])
+    return through["losses"], ring_fit(mesh, {"ring": 4}, 4, resume=path)["losses"]
 
 
-@pytest.mark.parametrize("is_folder", [True, *long(False)])
-def test_saving_before_the_first_step_changes_nothing(pool, expected, tmp_path, is_folder):
-    for through, resumed in pool.run(saved_at_start, 4, str(tmp_path / "saved"), is_folder):
+def test_saving_before_the_first_step_changes_nothing(pool, expected, tmp_path):
+    for through, resumed in pool.run(saved_at_start, 4, str(tmp_path / "saved")):
         assert through == pytest.approx(expected["losses"], rel=1e-5)
         assert resumed == pytest.approx(expected["losses"], rel=1e-5)
 
 
 def searched(mesh: Any, sizes: dict[str, Any] | None) -> list[float]:
     """The losses of a search for a learning rate, which begins anew after it, and of the fit."""
-    search = LearningRateFinder(min_lr=1e-4, max_lr=1e-1, num_training_steps=5)
-    found = (
-        fit({"devices": 1, "callbacks": [search]}, 4) if sizes is None else ring_fit(mesh, sizes, 4, callbacks=[search])
-    )
+    search: list[Any] = [LearningRateFinder(min_lr=1e-4, max_lr=1e-1, num_training_steps=5)]
+    found = ring_fit(mesh, sizes, 4, callbacks=search) if sizes else fit({"devices": 1, "callbacks": search}, 4)
     return found["losses"]
 
 
 @pytest.mark.long
 def test_a_search_for_a_learning_rate_leaves_no_trace(pool):
     expected = searched(None, None)
-    assert len(expected) == 30
+    assert len(expected) == 2 * (5 + STEPS)
     for losses in pool.run(searched, 4, {"ring": 4}):
         assert losses == pytest.approx(expected, rel=1e-5)
 
@@ -287,44 +267,34 @@ class NotOnRing(Module):
         pass
 
 
-def refused(mesh: Any, sizes: dict[str, Any], precision: Any, kind: Any) -> str:
-    trainer = Trainer(**QUIET, devices=4, strategy=RingStrategy(**sizes), plugins=[Ranks()], precision=precision)
+def refused(mesh: Any, sizes: dict[str, Any], kind: Any, precision: Any, callback: Any) -> str:
+    options = {"strategy": RingStrategy(**sizes), "precision": precision, "callbacks": callback()}
+    trainer = Trainer(**QUIET, devices=4, plugins=[Ranks()], **options)
     with pytest.raises(rs.RingspanError) as caught:
         trainer.fit(kind(), DataLoader(ROWS, 2))  # type: ignore[arg-type]
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("sizes", "precision", "kind", "message"),
+    ("sizes", "kind", "precision", "callback", "message"),
     [
-        ({"ring": 3}, 32, Module, "replicate 1 x ring 3 must equal the world size 4"),
-        ({"ring": 4}, "bf16-true", Module, "precision='bf16-true' converts weights that are split already"),
-        ({"ring": 4}, 32, NotOnRing, "there is no model on the ring in this module; put it there in configure_model"),
+        ({"ring": 3}, Module, 32, list, "replicate 1 x ring 3 must equal the world size 4"),
+        ({}, Module, "bf16-true", list, "precision='bf16-true' converts weights that are split already"),
+        ({}, NotOnRing, 32, list, "there is no model on the ring in this module; put it there in configure_model"),
+        ({}, Module, 32, partial(StochasticWeightAveraging, 0.1), "StochasticWeightAveraging copies whole weights"),
+        ({}, Module, 32, EMAWeightAveraging, "EMAWeightAveraging copies whole weights, which are split on a ring"),
+        (
+            {},
+            Module,
+            32,
+            partial(ModelPruning, "l1_unstructured"),
+            "ModelPruning prunes whole weights, which are split",
+        ),
     ],
 )
-def test_what_would_not_be_exact_is_refused(pool, sizes, precision, kind, message):
-    for said in pool.run(refused, 4, sizes, precision, kind):
+def test_what_would_not_be_exact_is_refused(pool, sizes, kind, precision, callback, message):
+    for said in pool.run(refused, 4, sizes, kind, precision, callback):
         assert message in said and "\n" not in said
-
-
-def with_callback(mesh: Any, kind: Any, given: dict[str, Any]) -> str:
-    with pytest.raises(rs.UnsupportedError) as caught:
-        ring_fit(mesh, {"ring": 4}, 4, callbacks=[kind(**given)])
-    return str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("kind", "given", "does"),
-    [
-        (StochasticWeightAveraging, {"swa_lrs": 0.1}, "copies"),
-        (EMAWeightAveraging, {}, "copies"),
-        (ModelPruning, {"pruning_fn": "l1_unstructured"}, "prunes"),
-    ],
-    ids=lambda value: getattr(value, "__name__", None),
-)
-def test_callbacks_that_need_whole_weights_are_refused(pool, kind, given, does):
-    for said in pool.run(with_callback, 4, kind, given):
-        assert said == f"{kind.__name__} {does} whole weights, which are split on a ring; leave it out"
 
 
 class Predicting(Module):
@@ -333,9 +303,8 @@ class Predicting(Module):
 
 
 def predicted(mesh: Any, examples: int, batch_size: int, limit: float = 1.0) -> Any:
-    trainer = Trainer(
-        **QUIET, devices=4, strategy=RingStrategy(replicate=2), plugins=[Ranks()], limit_predict_batches=limit
-    )
+    own = {"strategy": RingStrategy(replicate=2), "limit_predict_batches": limit}
+    trainer = Trainer(**QUIET, **own, devices=4, plugins=[Ranks()])
     return trainer.predict(Predicting(), DataLoader(ROWS[:examples], batch_size))  # type: ignore[arg-type]
 
 

@@ -22,9 +22,11 @@ from ringspan.jax import attention, sharded_ring_attention
 from ringspan.jax.program import KEY_BITS, compile_pairs, compile_program
 from tests.core.strategies import masks
 from tests.fuzz import examples
-from tests.jax.rings import SPLIT, attention_and_gradients, mesh
-from tests.jax.test_attention import arrays, check_any_mask, errors
+from tests.jax.rings import SPLIT, mesh
+from tests.jax.test_attention import check_any_mask, check_as_good_as_xla, check_same_as_xla
 from tests.torch.attention.test_ring import Problem
+
+SINKS = np.array([0.3, -2.0, 1.5, 4.0], np.float32)
 
 
 @given(short=st.integers(0, 7), mask=masks, layout=st.sampled_from(LAYOUT_NAMES), ranks=st.sampled_from([1, 2, 4]))
@@ -36,39 +38,18 @@ def test_any_mask_on_any_layout(short, mask, layout, ranks):
 @pytest.mark.parametrize(
     ("layout", "ranks", "mask", "keys", "options"),
     [
-        (
-            "zigzag",
-            2,
-            rs.causal(),
-            None,
-            {"scale": -0.5, "softcap": 1.5, "sinks": np.array([0.3, -2.0, 1.5, 4.0], np.float32)},
-        ),
+        ("zigzag", 2, rs.causal(), None, {"scale": -0.5, "softcap": 1.5, "sinks": SINKS}),
         ("contiguous", 2, rs.full(), 64, {"scale": -0.5}),
     ],
     ids=["sinks and softcap", "cross-attention"],
 )
 def test_it_computes_what_the_other_kernel_does(layout, ranks, mask, keys, options):
     problem = Problem(128, mask, keys=keys, batch=2, heads=4, groups=2, size=24)
-    split, key_split = rs.Layout(layout, 128, ranks), rs.Layout(layout, keys, ranks) if keys else None
-    asked = {"query_chunk": 16, "key_chunk": 8, **options}
-    by_name = [
-        attention_and_gradients(*arrays(problem), split, mask, key_split, kernel=kernel, **asked)
-        for kernel in ("pallas", "xla")
-    ]
-    assert len(by_name[0]) == len(by_name[1]) == 4 + ("sinks" in options)
-    for ours, expected in zip(*by_name, strict=True):
-        assert np.linalg.norm(ours - expected) < 1e-6 * np.linalg.norm(expected)
+    check_same_as_xla("pallas", problem, layout, ranks, query_chunk=16, key_chunk=8, **options)
 
 
 def test_bfloat16_is_as_good_as_the_other_kernel():
-    problem = Problem(256, rs.causal(), heads=4, groups=2, size=64, dtype=torch.bfloat16)
-    inputs, split = [jnp.asarray(x, jnp.bfloat16) for x in arrays(problem)], rs.Layout("zigzag", 256, 2)
-    ours, limits = (
-        errors(problem, attention_and_gradients(*inputs, split, rs.causal(), query_chunk=32, key_chunk=32, kernel=name))
-        for name in ("pallas", "xla")
-    )
-    for error, limit in zip(ours, limits, strict=True):
-        assert error < 1.1 * limit
+    check_as_good_as_xla("pallas", torch.bfloat16, 256, 64, query_chunk=32, key_chunk=32)
 
 
 @given(mask=masks, layout=st.sampled_from(LAYOUT_NAMES), ranks=st.integers(1, 5))

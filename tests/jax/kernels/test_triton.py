@@ -13,7 +13,6 @@ pytest.importorskip("jax", reason="needs ringspan[jax]")
 pytest.importorskip("triton")
 
 import jax
-import jax.numpy as jnp
 import torch
 from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
@@ -27,7 +26,7 @@ from tests.core.strategies import lengths, masks
 from tests.fuzz import examples
 from tests.jax import standins
 from tests.jax.rings import attention_and_gradients, mesh
-from tests.jax.test_attention import arrays, check_any_mask, errors
+from tests.jax.test_attention import arrays, check_any_mask, check_as_good_as_xla, check_same_as_xla
 from tests.torch.attention.test_ring import Problem
 from tests.torch.kernels.test_triton import without_interpreter
 
@@ -57,25 +56,12 @@ def test_any_mask_on_any_layout(short, mask, layout, ranks):
 )
 def test_it_computes_what_the_other_kernel_does(layout, ranks, mask, keys, options):
     problem = Problem(72, mask, keys=keys, batch=2, heads=2, groups=1, size=20)
-    split, key_split = rs.Layout(layout, 72, ranks), rs.Layout(layout, keys, ranks) if keys else None
-    ours, expected = (
-        attention_and_gradients(*arrays(problem), split, mask, key_split, kernel=kernel, **options)
-        for kernel in ("triton", "xla")
-    )
-    assert len(ours) == len(expected) == 4 + ("sinks" in options)
-    for one, other in zip(ours, expected, strict=True):
-        assert np.linalg.norm(one - other) < 1e-6 * np.linalg.norm(other)
+    check_same_as_xla("triton", problem, layout, ranks, **options)
 
 
 def test_half_precision_is_as_good_as_the_other_kernel():
     """float16, since the interpreter multiplies bfloat16 numbers as if they were integers."""
-    problem = Problem(64, rs.causal(), heads=2, groups=1, size=16, dtype=torch.float16)
-    inputs, split = [jnp.asarray(x, jnp.float16) for x in arrays(problem)], rs.Layout("zigzag", 64, 2)
-    ours, limits = (
-        errors(problem, attention_and_gradients(*inputs, split, rs.causal(), kernel=name)) for name in ("triton", "xla")
-    )
-    for error, limit in zip(ours, limits, strict=True):
-        assert error < 1.1 * limit
+    check_as_good_as_xla("triton", torch.float16, 64, 16)
 
 
 def test_a_block_is_one_launch_and_two_in_backward():
