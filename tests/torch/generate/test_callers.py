@@ -1,5 +1,6 @@
 """``generate`` as strangers call it: assistants, errors in the middle, odd types, models that train."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ def assisted(model: Any) -> Any:
     if hasattr(model, "ring_mesh"):
         assistant = rs.parallelize(assistant, model.ring_mesh)
     torch.manual_seed(1)
-    return plain(model, models.prompt(40), assistant_model=assistant, max_new_tokens=14, do_sample=True)
+    return plain(model, models.prompt(40), assistant_model=assistant, max_new_tokens=8, do_sample=True)
 
 
 def ended_apart(model: Any) -> Any:
@@ -67,11 +68,7 @@ def by_hand(model: Any) -> Any:
         outs.append(model(models.prompt(length), **cache))
         cache = {"past_key_values": outs[-1].past_key_values, "use_cache": True}
 
-    class Result:
-        sequences = outs[0].logits.argmax(-1)
-        logits = tuple(out.logits[:, -1] for out in outs)
-
-    return Result
+    return SimpleNamespace(sequences=outs[0].logits.argmax(-1), logits=tuple(out.logits[:, -1] for out in outs))
 
 
 WAYS = {way.__name__: way for way in (assisted, ended_apart, after_an_error, odd_types, by_hand)}

@@ -1,4 +1,4 @@
-"""Long prompts and long texts, token for token those of one process: 487 tokens and 40 new ones, in ``make long`` 4,999
+"""Long prompts and long texts, token for token those of one process: 487 tokens and 24 new ones, in ``make long`` 4,999
 and 200. Lengths are multiples of nothing.
 """
 
@@ -21,7 +21,7 @@ class Size(NamedTuple):
     chunk: int
 
 
-SHORT, LONG = Size(487, 40, 61), Size(4_999, 200, 611)
+SHORT, LONG = Size(487, 24, 61), Size(4_999, 200, 611)
 
 
 def texts(model: Any, size: Size) -> list[torch.Tensor]:

@@ -8,22 +8,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
 from tests.every_model.tiny import tiny_model, tiny_tokens
+from tests.torch.generate.test_generate import plain, results
 
 LIMIT = 1e-5
 
 
 def text(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    with torch.no_grad():
-        out = model.eval().generate(
-            tiny_tokens(40),
-            max_new_tokens=6,
-            min_new_tokens=6,
-            do_sample=False,
-            pad_token_id=0,
-            output_logits=True,
-            return_dict_in_generate=True,
-        )
-    return out.sequences, torch.stack(out.logits)
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    return results(lambda model: plain(model.eval(), tiny_tokens(40), **options), model)
 
 
 def on_ring(mesh: DeviceMesh, kind: str) -> tuple[torch.Tensor, torch.Tensor]:

@@ -19,7 +19,7 @@ KINDS = (
 )  # fmt: skip
 LENGTHS = 1, 2, 131  # fewer tokens than a convolution has taps; chunks that are split, and a last one that is not
 CHUNK = 17  # per rank: two of them are enough to be split
-NEW = 6
+NEW = 4
 
 
 def made(kind: str) -> Any:

@@ -28,13 +28,15 @@ _TEXT: Final[dict[str, Any]] = {
 _TOWER: Final = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 _GRID: Final = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
 
-_HYBRID: Final = {
-    "rope_parameters": {
-        "rope_type": "default",
-        "mrope_section": [2, 1, 1],
-        "rope_theta": 100.0,
-        "partial_rotary_factor": 1.0,
-    },
+_EXPERTS: Final = {"moe_intermediate_size": 24, "num_experts": 3, "num_experts_per_tok": 2}
+
+
+def _mrope(*sections: int, **more: Any) -> dict[str, Any]:
+    given = {"rope_type": "default", "mrope_section": list(sections), "rope_theta": 100.0}
+    return {"rope_parameters": given | more}
+
+
+_HYBRID: Final = _mrope(2, 1, 1, partial_rotary_factor=1.0) | {
     "layer_types": ["linear_attention", "full_attention"],
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
@@ -78,17 +80,17 @@ _MODELS: Final[dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]]
         {"image_token_id": IMAGE, "video_token_id": VIDEO, "image_grid_pinpoints": [[8, 16], [16, 8], [16, 16]]},
     ),
     "qwen2_vl": (
-        {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 100.0}},
+        _mrope(1, 1, 2),
         {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4},
         {"image_token_id": IMAGE, "video_token_id": VIDEO},
     ),
     "qwen2_5_vl": (
-        {"rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 100.0}},
+        _mrope(1, 1, 2),
         _GRID | {"out_hidden_size": 32, "window_size": 16, "fullatt_block_indexes": [1]},
         {"image_token_id": IMAGE, "video_token_id": VIDEO},
     ),
     "qwen3_vl": (
-        {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 100.0}},
+        _mrope(2, 1, 1),
         _GRID | {"out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
         {"image_token_id": IMAGE, "video_token_id": VIDEO},
     ),
@@ -112,12 +114,7 @@ _MODELS: Final[dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]]
         _IDS,
     ),
     "qwen3_vl_moe": (
-        {
-            "rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 100.0},
-            "moe_intermediate_size": 24,
-            "num_experts": 3,
-            "num_experts_per_tok": 2,
-        },
+        _mrope(2, 1, 1) | _EXPERTS,
         _GRID | {"out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
         {"image_token_id": IMAGE, "video_token_id": VIDEO},
     ),
@@ -127,9 +124,7 @@ _MODELS: Final[dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]]
         {"image_token_id": IMAGE, "video_token_id": VIDEO},
     ),
     "qwen3_5_moe": (
-        _HYBRID
-        | {"moe_intermediate_size": 24, "num_experts": 3, "num_experts_per_tok": 2}
-        | {"shared_expert_intermediate_size": 24},
+        _HYBRID | _EXPERTS | {"shared_expert_intermediate_size": 24},
         _GRID | {"out_hidden_size": 32, "num_position_embeddings": 16},
         {"image_token_id": IMAGE, "video_token_id": VIDEO},
     ),

@@ -60,9 +60,13 @@ def refused(mesh: Any, folder: str, **options: Any) -> str:
     return ""
 
 
+def edit(path: Path, changes: dict[str, Any]) -> None:
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
 def spoil(folder: Path, how: str) -> None:
-    index = folder / "model.safetensors.index.json"
-    files = sorted(folder.glob("model-*.safetensors"))
+    index, config = folder / "model.safetensors.index.json", folder / "config.json"
+    files, places = sorted(folder.glob("model-*.safetensors")), json.loads(index.read_text())["weight_map"]
     match how:
         case "truncated":
             os.truncate(files[1], files[1].stat().st_size - 8)
@@ -77,25 +81,20 @@ def spoil(folder: Path, how: str) -> None:
             tensors.pop(sorted(tensors)[0])
             save_file(tensors, files[1])
         case "not in the index either":
-            facts = json.loads(index.read_text())
-            name = min(facts["weight_map"])
-            tensors = load_file(folder / facts["weight_map"].pop(name))
+            name = min(places)
+            file = folder / places.pop(name)
+            tensors = load_file(file)
             tensors.pop(name)
-            save_file(tensors, folder / json.loads(index.read_text())["weight_map"][name])
-            index.write_text(json.dumps(facts))
+            save_file(tensors, file)
+            edit(index, {"weight_map": places})
         case "another shape":
-            config = json.loads((folder / "config.json").read_text())
-            (folder / "config.json").write_text(json.dumps(config | {"vocab_size": 101}))
+            edit(config, {"vocab_size": 101})
         case "quantised":
-            config = json.loads((folder / "config.json").read_text())
-            packed = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-            (folder / "config.json").write_text(json.dumps(config | {"quantization_config": packed}))
+            edit(config, {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}})
         case "no json":
             index.write_text("{")
         case "outside":
-            facts = json.loads(index.read_text())
-            facts["weight_map"] = dict.fromkeys(facts["weight_map"], "../model.safetensors")
-            index.write_text(json.dumps(facts))
+            edit(index, {"weight_map": dict.fromkeys(places, "../model.safetensors")})
         case "an adapter":
             for path in (index, *files):
                 path.unlink()

@@ -156,14 +156,13 @@ def test_logits_that_are_made_in_another_way_are_refused():
     config: Any = tiny_config("llama")
     with pytest.raises(rs.UnsupportedError, match="has more between its decoder and its logits than its head"):
         refuse_unsupported(Doubled(config))
-    with pytest.raises(
-        rs.UnsupportedError, match="computes attention in its own code, not through transformers' Atten"
-    ):
-        refuse_unsupported(tiny_model("roformer"))
-    with pytest.raises(rs.UnsupportedError, match=r"makes its logits of more than its decoder's last .*pixel_values"):
-        refuse_unsupported(tiny_model("blip-2:multimodal"))
-    with pytest.raises(rs.UnsupportedError, match=r"needs more than tokens \(ValueError: Exactly 1 of pixel_values"):
-        refuse_unsupported(tiny_model("idefics:multimodal"))
+    for kind, message in {
+        "roformer": "computes attention in its own code, not through transformers' Atten",
+        "blip-2:multimodal": r"makes its logits of more than its decoder's last .*pixel_values",
+        "idefics:multimodal": r"needs more than tokens \(ValueError: Exactly 1 of pixel_values",
+    }.items():
+        with pytest.raises(rs.UnsupportedError, match=message):
+            refuse_unsupported(tiny_model(kind))
     muse: Any = tiny_model("muse_glimmer:multimodal")
     assert refuse_unsupported(muse) and muse.config.text_config.output_multiplier != 1
 
