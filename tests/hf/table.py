@@ -84,19 +84,16 @@ def of_the_library(mesh: Any, make: Callable[..., Any], options: dict[str, Any])
             return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
-def apart(case: Case, name: str, pool: Callable[[int], Pool]) -> tuple[dict[str, float], dict[str, Any]]:
-    """How far a case is from one process on one of ``RINGS``, by figure and of all ranks the furthest; and what that
-    process logged.
-    """
-    ranks, replicas = RINGS[name]
+def apart(case: Case, ranks: int, replicas: int, pools: dict[int, Pool]) -> tuple[dict[str, float], dict[str, Any]]:
+    """How far a case is from one process, by figure and of all ranks the furthest; and what that process logged."""
     sizes = {"per_device_train_batch_size": 2 * replicas}
     if case.make is not sft:  # TRL evaluates each process's batch by itself, and takes the mean
         sizes["per_device_eval_batch_size"] = 2 * replicas
     if case.averages and replicas > 1:
-        expected = pool(replicas).run(train, replicas, case.make, "llama", None, case.options)[0]
+        expected = pools[replicas].run(train, replicas, case.make, "llama", None, case.options)[0]
     else:
         expected = train(None, case.make, "llama", None, case.options | sizes)
-    every = pool(ranks).run(train, ranks, case.make, "llama", {}, case.options, replicate=replicas)
+    every = pools[ranks].run(train, ranks, case.make, "llama", {}, case.options, replicate=replicas)
     each = [differences(found, expected) for found in every]
     return {key: max(one.get(key, 0.0) for one in each) for key in each[0]}, expected
 
@@ -104,8 +101,8 @@ def apart(case: Case, name: str, pool: Callable[[int], Pool]) -> tuple[dict[str,
 def measured(case: Case, pools: dict[int, Pool]) -> dict[str, Any]:
     """The row of a case."""
     row: dict[str, Any] = {"name": case.name}
-    for name, (ranks, _) in RINGS.items():
-        row[name], expected = apart(case, name, pools.__getitem__)
+    for name, (ranks, replicas) in RINGS.items():
+        row[name], expected = apart(case, ranks, replicas, pools)
         if ranks == 2:
             row["one process"] = {"loss": expected["loss"], "eval_loss": expected["eval_loss"][0]}
     try:

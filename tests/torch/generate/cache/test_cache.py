@@ -396,7 +396,7 @@ def costs(mesh: DeviceMesh, folder: Path) -> Any:
     model = model_on(mesh, "llama")
     kept = model.load_cache(folder, "int8")
     assert kept.dtype == "int8"
-    return [model.cache_cost(models.prompt(300), dtype, scored=60) for dtype in ("float32", "int8", "int4")]
+    return [model.cache_cost(models.prompt(700), dtype, scored=100) for dtype in ("float32", "int8", "int4")]
 
 
 def test_the_cost_of_fewer_bits_is_measured(pool, tmp_path):
