@@ -29,7 +29,7 @@ from ringspan.torch.attention.block import Block
 from ringspan.torch.attention.op import check_tensors
 from ringspan.torch.attention.ring import Ring, num_head_groups
 from ringspan.torch.attention.spec import AttentionSpec
-from ringspan.torch.kernels.contract import BackwardInputs, InPlace
+from ringspan.torch.kernels.contract import BackwardInputs
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.runtime.launch import local_device
 from ringspan.torch.transport import clock
@@ -268,7 +268,7 @@ def alone(
         for one in launches:
             rows, keys = slice(one.q0, one.q1), slice(one.k0, one.k1)
             inputs = q[:, :, rows], k[:, :, keys], v[:, :, keys], one, scores
-            if isinstance(kernel, InPlace):
+            if kernel.adds_in_place is True:
                 kernel.forward_into(*inputs, out[:, :, rows], lse[:, :, rows])
             else:
                 kernel.forward(*inputs)
@@ -278,7 +278,7 @@ def alone(
             rows, keys = slice(one.q0, one.q1), slice(one.k0, one.k1)
             mine = dout[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], result[:, :, rows], norm[:, :, rows]
             inputs = BackwardInputs(*mine)
-            if isinstance(kernel, InPlace):
+            if kernel.adds_in_place is True:
                 dq, dk, dv = gradients
                 kernel.backward_into(inputs, one, scores, dq[:, :, rows], dk[:, :, keys], dv[:, :, keys])
             else:

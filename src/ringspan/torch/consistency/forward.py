@@ -117,21 +117,25 @@ def pass_facts(model: Any) -> dict[str, Any]:
     }
     if torch.is_grad_enabled():
         trained = bytes(parameter.requires_grad for parameter in known_parameters(model))
-        digest = hashlib.blake2b(trained, digest_size=4).hexdigest()
-        facts["trained parameters"] = f"{sum(trained)} of {len(trained)} (digest {digest})"
+        facts["trained parameters"] = f"{sum(trained)} of {len(trained)} ({_digest(trained)})"
         facts |= optimizer_facts(model)
     return facts
+
+
+def _digest(content: bytes) -> str:
+    return f"digest {hashlib.blake2b(content, digest_size=4).hexdigest()}"
 
 
 def _facts_of_ring(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return facts that must be equal within one ring."""
     batch_size, length = arguments["input_ids"].shape
     digest, longest = arguments.get("batch_digest"), arguments.get("sequence_length")
+    lengths = arguments.get("document_lengths")
     digests = () if digest is None else digest.tolist()
     return {
         "batch size": batch_size,
         "local length": length,
-        "documents": arguments.get("document_lengths") is not None,
+        "documents": None if lengths is None else _digest(repr(lengths.tolist()).encode()),
         "padding marked": arguments.get("real_tokens") is not None,
         "length of the longest document": None if longest is None else int(longest),
         **{name: f"digest {number % (1 << 64):016x}" for name, number in zip(_DIGESTS, digests, strict=False)},

@@ -1,6 +1,7 @@
 """A decoder's pass over local tokens to hidden states. B batch, T local tokens, C hidden size."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from ringspan.torch.model.recurrent import starts_of
 from ringspan.torch.multimodal.token_types import Blocks, blocks_of
 from ringspan.torch.multimodal.towers import find_pass
 from ringspan.torch.recurrence.current import SequencePass, passing
+from ringspan.torch.transport.agreement import compared_batch
 
 
 def local_hidden_states(
@@ -59,7 +61,9 @@ def local_hidden_states(
     # Programs cannot be told; layers with a state are never compiled.
     sequences = None if model.ring_compiled else _sequences(model, position_ids.shape[1], packed)
     seen = find_pass(model, media, position_ids.shape[1], document_lengths)
-    with passing(sequences):
+    # All ranks have compared the documents, but not the masks that follow from images.
+    comparison = nullcontext() if media is not None else compared_batch(model.ring_mesh["ring"].get_group())
+    with passing(sequences), comparison:
         # Padding counts on behind the end, where a learned table has no position any more.
         positions = position_ids.clamp_max(longest - 1)
         given = {"input_ids": input_ids, "position_ids": positions, "use_cache": False, **others}
@@ -79,7 +83,9 @@ class Packed:
     def __init__(
         self, model: Any, lengths: Tensor | None, positions: Tensor, blocks: Sequence[Blocks] | None = None
     ) -> None:
-        self.lengths, self.positions = lengths, positions
+        # On the CPU: each compiled layer reads them, and would wait for the device.
+        self.lengths = lengths = None if lengths is None else lengths.cpu()
+        self.positions = positions
         self.split: BatchLayout | None = None
         """Where that is not the model's named one on as many tokens."""
         if model.ring_layout == "balanced" and lengths is not None:
