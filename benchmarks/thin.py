@@ -97,4 +97,6 @@ class ThinnedInPlace(_Thinned[InPlace]):
 def thin_attention(every: int) -> AbstractContextManager[None]:
     """Compute one row in ``every`` of attention on a CPU while this is active."""
     both = KERNELS["cpu"], KERNELS["eager"]
-    return registered(*(ThinnedInPlace(one, every) if one.adds_in_place is True else Thinned(one, every) for one in both))
+    return registered(
+        *(ThinnedInPlace(one, every) if one.adds_in_place is True else Thinned(one, every) for one in both)
+    )
