@@ -1,5 +1,6 @@
 """What NCCL is told, and the order in which it is called, as far as can be seen without it."""
 
+import os
 from datetime import timedelta
 from types import SimpleNamespace
 from unittest import mock
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 import ringspan as rs
+from ringspan.cli.commands.train import _spare_memory
 from ringspan.torch.attention import op
 from ringspan.torch.attention.spec import AttentionSpec
 from ringspan.torch.model.local_pass import Packed
@@ -166,3 +168,16 @@ def test_ulysses_sends_each_member_one_message_at_a_time(passes):
 def test_operators_are_kept_out_of_cuda_graphs():
     for name in ("ring_attention", "ring_attention_backward", "layer_attention", "layer_attention_backward"):
         assert torch.Tag.cudagraph_unsafe in getattr(torch.ops.ringspan, name).default.tags
+
+
+@pytest.mark.parametrize("name", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_training_lets_the_allocator_grow_unless_the_user_has_set_it_up(monkeypatch, name):
+    for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(each, raising=False)
+    if name is not None:
+        monkeypatch.setenv(name, "mine")
+    _spare_memory()
+    found = {each: os.environ.get(each) for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")}
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+    expected = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"} if name is None else {name: "mine"}
+    assert {each: value for each, value in found.items() if value} == expected

@@ -5,7 +5,7 @@ B batch, T local tokens.
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from inspect import BoundArguments
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ from ringspan.torch.layers.positions import beyond_table
 from ringspan.torch.layers.router_loss import wanted_router
 from ringspan.torch.memory.sharding import recover, settle
 from ringspan.torch.multimodal.checks import check_media
+from ringspan.torch.transport.agreement import compared_batch
 
 # In the order of a batch's digest.
 _DIGESTS: Final = ("input_ids", "labels", "position_ids", "attention_mask", "images and token types")
@@ -54,6 +55,15 @@ def recovering(model: Any) -> Iterator[None]:
     except BaseException:
         recover(model)
         raise
+
+
+@torch.compiler.disable()
+def agreeing(model: Any, arguments: dict[str, Any]) -> AbstractContextManager[None]:
+    """Return a context in which attention takes the masks of checked arguments for agreed.
+
+    All ranks have compared the documents, but not the masks that follow from images.
+    """
+    return nullcontext() if arguments.get("media") is not None else compared_batch(model.ring_mesh["ring"].get_group())
 
 
 @torch.compiler.disable()

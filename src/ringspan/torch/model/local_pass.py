@@ -1,7 +1,6 @@
 """A decoder's pass over local tokens to hidden states. B batch, T local tokens, C hidden size."""
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from ringspan.torch.model.recurrent import starts_of
 from ringspan.torch.multimodal.token_types import Blocks, blocks_of
 from ringspan.torch.multimodal.towers import find_pass
 from ringspan.torch.recurrence.current import SequencePass, passing
-from ringspan.torch.transport.agreement import compared_batch
 
 
 def local_hidden_states(
@@ -61,9 +59,7 @@ def local_hidden_states(
     # Programs cannot be told; layers with a state are never compiled.
     sequences = None if model.ring_compiled else _sequences(model, position_ids.shape[1], packed)
     seen = find_pass(model, media, position_ids.shape[1], document_lengths)
-    # All ranks have compared the documents, but not the masks that follow from images.
-    comparison = nullcontext() if media is not None else compared_batch(model.ring_mesh["ring"].get_group())
-    with passing(sequences), comparison:
+    with passing(sequences):
         # Padding counts on behind the end, where a learned table has no position any more.
         positions = position_ids.clamp_max(longest - 1)
         given = {"input_ids": input_ids, "position_ids": positions, "use_cache": False, **others}
