@@ -2,7 +2,7 @@
 
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from torch import Tensor
 
@@ -44,6 +44,8 @@ class _Thinned(Generic[_Kernel]):
 class Thinned(_Thinned[Returning]):
     """One that returns its results."""
 
+    adds_in_place: Literal[False] = False
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores) -> tuple[Tensor, Tensor]:
         out, lse = self._kernel.forward(self._few(q), k, v, self._of_few(launch), scores)
         return self._as_many(out, launch), self._as_many(lse, launch)
@@ -63,6 +65,8 @@ class Thinned(_Thinned[Returning]):
 
 class ThinnedInPlace(_Thinned[InPlace]):
     """One that adds to what is there."""
+
+    adds_in_place: Literal[True] = True
 
     def forward_into(
         self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores, out: Tensor, lse: Tensor
@@ -94,5 +98,5 @@ def thin_attention(every: int) -> AbstractContextManager[None]:
     """Compute one row in ``every`` of attention on a CPU while this is active."""
     both = KERNELS["cpu"], KERNELS["eager"]
     return registered(
-        *(ThinnedInPlace(one, every) if isinstance(one, InPlace) else Thinned(one, every) for one in both)
+        *(ThinnedInPlace(one, every) if one.adds_in_place is True else Thinned(one, every) for one in both)
     )

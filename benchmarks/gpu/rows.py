@@ -12,7 +12,7 @@ import torch
 from benchmarks.gpu.kernels import Case, compare
 from benchmarks.gpu.step import Row, Step, measured, traced
 from ringspan.measure.bench.machine import package_version
-from ringspan.measure.bench.ring import RingCase, run, timed
+from ringspan.measure.bench.ring import PlayedRank, RingCase, run, timed
 
 _PACKAGES: Final = (
     "triton", "flash-attn", "flash-attn-3", "flash-attn-4", "liger-kernel", "transformers", "nvidia-cudnn-cu13",
@@ -113,10 +113,25 @@ def _ring(**changes: Any) -> Callable[[bool], dict[str, Any]]:
     return measure
 
 
-def documents(total: int, mean: int) -> str:
+def changing_documents(quick: bool) -> dict[str, Any]:
+    """Wall seconds of a pass over documents that nobody has seen before, and over the same ones again."""
+    found: dict[str, dict[str, list[float]]] = {"new": {}, "again": {}}
+    size: dict[str, Any] = {"tokens": 16, "heads": 2, "kv_heads": 1, "head_dim": 16} if quick else {}
+    for draw in range(2 if quick else 8):
+        mask = documents(128, 32, draw) if quick else documents(65536, 2048, draw)
+        one = PlayedRank(RingCase(mask=mask, error_ranks=(), **size))
+        for when, times in found.items():
+            with torch.no_grad():
+                passes = one.passes(is_moving=True) if when == "again" else one.passes(is_moving=True, is_warm=False)
+                for kind, call in passes.items():
+                    times.setdefault(kind, []).append(timed(call, one.device))
+    return {when: {kind: median(seconds[1:]) for kind, seconds in times.items()} for when, times in found.items()}
+
+
+def documents(total: int, mean: int, seed: int = 0) -> str:
     """Lengths of documents around a mean, the same every time."""
     lengths: list[int] = []
-    generator = np.random.default_rng(0)
+    generator = np.random.default_rng(seed)
     while sum(lengths) < total:
         lengths.append(int(generator.integers(mean // 4, 2 * mean - mean // 4)))
     lengths[-1] -= sum(lengths) - total
@@ -158,7 +173,9 @@ ROWS: Final[dict[str, Row]] = {
     "errors-by-ranks": errors_by_ranks,
     "ring-documents": _ring(mask=documents(65536, 2048)),
     "ring-documents-balanced": _ring(mask=documents(65536, 2048), layout="balanced"),
+    "ring-documents-changing": changing_documents,
     "ring-window": _ring(mask="window:4096"),
+    **{f"ring-8k-rank{rank}": _ring(rank=rank, repeats=3) for rank in (3, 7)},
     "ring-8k-triton": _ring(kernel="triton", repeats=3),
     "ring-32k": _ring(tokens=32768, repeats=3),
     **{case.name: compare(case) for case in (*_cases(128), *_cases(64), *_FLEX)},

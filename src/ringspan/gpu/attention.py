@@ -15,6 +15,7 @@ allocate them.
 import triton
 import triton.language as tl
 
+from ringspan.gpu.support import OF_BATCH, OF_ROWS
 from ringspan.gpu.tiles import LN_2, LOG2_E, scores, segments, tile_at
 
 
@@ -60,7 +61,7 @@ def _see(
     return acc, top, total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_BATCH, do_not_specialize_on_alignment=OF_ROWS)
 def forward(
     q, k, v, old_out, old_lse, slopes, query_positions, key_positions, tiles, first, which,
     heads, group, rows, size, value_size, scale, softcap, bucket,
@@ -161,7 +162,7 @@ def _pull(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_BATCH, do_not_specialize_on_alignment=OF_ROWS)
 def backward_queries(
     dout, q, k, v, out, lse, delta_at, old_dq, slopes, query_positions, key_positions, tiles, first, which,
     heads, group, rows, size, value_size, scale, softcap, bucket,
@@ -277,7 +278,7 @@ def _push(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=OF_BATCH, do_not_specialize_on_alignment=OF_ROWS)
 def backward_keys(
     dout, q, k, v, lse, delta, old_dk, old_dv, slopes, query_positions, key_positions, tiles, first, which,
     heads, group, rows, num_keys, size, value_size, scale, softcap, bucket,

@@ -8,6 +8,11 @@ from typing import Final
 LARGEST_HEADS: Final = {"bfloat16": 256, "float16": 256, "float32": 128}
 """Most numbers of a head, by dtype, whose sums fit into registers."""
 
+OF_BATCH: Final = ["rows", "num_keys", "lse_b", "lse_h", "new_lse_b", "new_lse_h"]
+"""Arguments that follow from a batch's lengths: Triton would compile again where 16 divides them, or they are 1."""
+OF_ROWS: Final = ["lse", "old_lse", "new_lse"]
+"""Pointers to a number for each row, which begin where a document does, and not at a multiple of 16 bytes."""
+
 
 @lru_cache(maxsize=16)
 def is_installed(module: str) -> bool:

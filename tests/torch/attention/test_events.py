@@ -57,7 +57,7 @@ class Alone:
 class Nothing:
     """A kernel that adds nothing to what is there, and needs nothing for it."""
 
-    name, memory, launches = "triton", ANY, staticmethod(whole)
+    name, memory, launches, adds_in_place = "triton", ANY, staticmethod(whole), True
 
     def why_not(self, *arguments):
         return "it computes nothing"
@@ -97,6 +97,8 @@ class Recorded:
 
 
 class RecordedReturning(Recorded):
+    adds_in_place = False
+
     def forward(self, q, k, v, launch, scores):
         return self._call("forward", launch, q, k, v, launch, scores)
 
@@ -105,6 +107,8 @@ class RecordedReturning(Recorded):
 
 
 class RecordedInPlace(Recorded):
+    adds_in_place = True
+
     def forward_into(self, q, k, v, launch, *rest):
         self._call("forward_into", launch, q, k, v, launch, *rest)
 
@@ -171,7 +175,7 @@ def both(part, loop, arguments, kernel, **options):
     spec = AttentionSpec(scale=SCORES.scale, kernel=kernel, **codes)
     mine = ring.Ring(part.schedule, exchange, SCORES, spec, part.head_groups)
     table = {
-        name: (RecordedInPlace if hasattr(one, "forward_into") else RecordedReturning)(one, tracker, calls)
+        name: (RecordedInPlace if one.adds_in_place else RecordedReturning)(one, tracker, calls)
         for name, one in (kernels.KERNELS | {"triton": Nothing()}).items()
     }
     with torch.no_grad(), patch.dict(kernels.KERNELS, table):

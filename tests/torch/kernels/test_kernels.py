@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given
 from hypothesis import strategies as st
 
 import ringspan as rs
+from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.tile import Tile
 from ringspan.core.names import KERNEL_NAMES, LAYOUT_NAMES
 from ringspan.core.schedule.kernel_launches import (
@@ -248,8 +249,6 @@ def test_auto_takes_the_first_kernel_that_knows_the_tiles():
     assert kernels.choose(everything, (square, rectangle), q).name == "cudnn"
     assert kernels.choose(everything, (band,), q).name == "flash3"
     assert kernels.choose(everything, tuple(square.shifted(8 * i, 8 * i) for i in range(9)), q).name == "flash3"
-    large = Tile(0, 1024, 0, 1024, 0, 1023)
-    assert kernels.choose(everything, tuple(large.shifted(1024 * i, 1024 * i) for i in range(9)), q).name == "cudnn"
     assert kernels.choose(("cudnn", "flash", "eager"), (band,), q).name == "flash"
     assert kernels.choose(("cudnn", "eager"), (band,), q).name == "cudnn"
     assert kernels.serving("auto", q, q, PLAIN) == ("cpu", "eager")
@@ -258,6 +257,29 @@ def test_auto_takes_the_first_kernel_that_knows_the_tiles():
     for is_fast, names in ((True, ("cpu", "eager")), (False, ("eager",))):
         with ruled_by(cpu=replace(rules_of(CPU), multiplies_16_bits=is_fast)):
             assert kernels.serving("auto", q.bfloat16(), q, PLAIN) == names
+
+
+def test_documents_of_ever_new_lengths_leave_cudnn_with_few_plans(monkeypatch):
+    """Each size is a plan of its own, which takes longer to make than a hop to compute."""
+    monkeypatch.setattr(kernels, "_planned", set())
+    numbers, q, sizes = np.random.default_rng(0), torch.zeros(1, 2, 8, 16), set()
+    for _ in range(50):
+        cuts = np.sort(numbers.choice(np.arange(1, 32_768), 15, replace=False))
+        mask = rs.documents(np.diff([0, *cuts, 32_768]).tolist())
+        for hop in make_schedule(Layout("zigzag", 32_768, 8), mask, 3).hops:
+            if kernels.choose(("cudnn", "flash", "eager"), hop.bands, q).name == "cudnn":
+                sizes |= {(tile.num_rows, tile.num_keys) for tile in hop.bands}
+    assert 0 < len(sizes) <= 64
+
+
+def test_cudnn_is_not_chosen_where_gradients_must_repeat_to_the_bit():
+    square, q, names = (Tile(0, 8, 0, 8, 0, 7),), torch.zeros(1, 2, 8, 16), ("cudnn", "flash", "eager")
+    torch.use_deterministic_algorithms(True)
+    try:
+        chosen = [kernels.choose(names, square, q, is_backward=is_backward).name for is_backward in (False, True)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert chosen == ["cudnn", "flash"]
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,58 @@ def without_interpreter(script: str) -> str:
     return run.stdout
 
 
+def test_new_lengths_compile_no_program_anew():
+    """What Triton would remember a program by, of launches at random rows and keys, as its own binder says."""
+    script = """
+import random, torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import create_function_from_signature
+from ringspan.core.geometry.tile import Tile
+from ringspan.core.schedule.kernel_launches import KernelLaunch
+from ringspan.gpu import attention
+from ringspan.torch.kernels.contract import BackwardInputs
+from ringspan.torch.kernels.local import triton_attention as ours
+from ringspan.torch.kernels.partials import triton_merge
+from ringspan.torch.kernels.score_mod import Scores
+
+class Recorder:
+    def __init__(self, program, **blocks):
+        backend = make_backend(GPUTarget("cuda", 90, 32))
+        self.bind = create_function_from_signature(program.signature, program.params, backend)
+        self.keys, self.blocks = set(), blocks
+    def __getitem__(self, grid):
+        return lambda *given, **options: self.keys.add(str(self.bind(*given, **options, **self.blocks)[1:]))
+
+torch.use_deterministic_algorithms(True)
+tried = ours._forward.early_config_prune([], {"q": torch.zeros(1)}, SIZE=64, VALUE_SIZE=64)
+torch.use_deterministic_algorithms(False)
+tuned = {}
+for name in ("forward", "backward_queries", "backward_keys"):
+    tuned[name] = Recorder(getattr(attention, name), ROWS=64, KEYS=64)
+    setattr(ours, "_" + name, tuned[name])
+merge = triton_merge._merge = Recorder(triton_merge._merge)
+tokens = 4000
+q, k, out = (torch.zeros(1, tokens, heads, 64).transpose(1, 2) for heads in (4, 2, 4))
+q, k = q.bfloat16(), k.bfloat16()
+lse, scores, draw = torch.zeros(1, 4, tokens), Scores(0.125), random.Random(0)
+for _ in range(40):
+    rows, keys = (sorted(draw.sample(range(1, tokens), 2)) for _ in range(2))
+    a, b = slice(*rows), slice(*keys)
+    launch = KernelLaunch.of(Tile.full(*rows, *keys))
+    mine, theirs = (q[:, :, a],), (k[:, :, b], k[:, :, b])
+    ours.forward_into(*mine, *theirs, launch, scores, out[:, :, a], lse[:, :, a])
+    given = BackwardInputs(q[:, :, a], *mine, *theirs, q[:, :, a], lse[:, :, a])
+    ours.backward_into(given, launch, scores, out[:, :, a], *(out[:, :2, b] for _ in range(2)))
+    new = torch.zeros(1, rows[1] - rows[0], 4, 64, dtype=torch.bfloat16).transpose(1, 2)
+    triton_merge.merge_into(out[:, :, a], lse[:, :, a], new, torch.zeros(1, 4, rows[1] - rows[0]))
+print({name: len(one.keys) for name, one in (tuned | {"merge": merge}).items()} | {"deterministic": len(tried)})
+"""
+    found = json.loads(without_interpreter(script).replace("'", '"'))
+    # The bucket for which small problems are tuned by themselves.
+    assert found == {"forward": 2, "backward_queries": 2, "backward_keys": 2, "merge": 1, "deterministic": 1}
+
+
 @pytest.mark.long
 def test_they_compile_for_gpus_that_are_not_there():
     """By Triton's and NVIDIA's own compilers, which need no device; the interpreter takes what these do not."""

@@ -83,6 +83,7 @@ def run(settings: "TrainConfig", nproc: int | None, max_restarts: int = 0) -> "t
     _check(settings)
     if is_rank():
         refuse_under_torchrun(nproc=nproc, max_restarts=max_restarts or None)
+        _spare_memory()
         return _run_here(settings)
     if nproc is not None and nproc < 1:
         raise ConfigError(f"--nproc {nproc}: at least one process is needed")
@@ -93,9 +94,16 @@ def run(settings: "TrainConfig", nproc: int | None, max_restarts: int = 0) -> "t
         nproc = _ready(settings, nproc, is_thrifty=thrift)
         from ringspan.torch.runtime.launch import launch
 
+    _spare_memory()
     print(f"starting {nproc} rank{'s' if nproc > 1 else ''}", file=sys.stderr, flush=True)
     results = launch(train_rank, nproc, settings, max_restarts=max_restarts, forward_signals=True, is_thrifty=thrift)
     return results[0], True
+
+
+def _spare_memory() -> None:
+    """Let CUDA's allocator grow its segments, where nobody has set it up, before it starts: it keeps less unused."""
+    if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def _check(settings: "TrainConfig") -> None:

@@ -192,21 +192,20 @@ class _Walk:
         local = _Sum((yield from _make(0 if in_results else row * shape.value_dim * part.tokens, is_sum=True)))
         arrived = last[1:]
         yield from _drop(*last[:1])
-        for hop in self.hops:
+        for hop in self.part.schedule.active:
             block = yield from self._arrive(hop)
             total, is_sent = local, part.schedule.passes_queries and hop.index > 0
             if is_sent:
                 total = _Sum((yield from _make(partial * size(hop.gradient_to_owner), hop.gradient_to_owner)))
             yield Compute(hop, self._forward_bytes(hop, block, total))
-            if is_sent:
+            if is_sent and (hop.gradient_to_owner or hop.from_visitor.ranges):
                 sends = [(hop.owner, total.buffer)]
                 coming = yield from self._post(MESSAGES_PER_HOP * hop.index + 1, sends, [(hop.from_visitor, partial)])
                 yield from _drop(*arrived)
                 arrived = _held(coming)
                 yield from self._collect(local)  # of the hop before: no more than two wait
                 self.returning += coming
-                yield from _drop(total.buffer)
-            yield from _drop(block)
+            yield from _drop(*([total.buffer] if is_sent else []), block)
         yield from self._collect(local)
         return [local.buffer, *arrived]
 
@@ -222,7 +221,7 @@ class _Walk:
         behind: dict[int, _Coming] = {}  # by hop, the sum over the earlier ranks of its block
         arrived: list[Buffer] = []
         block = self.own
-        for hop in self.hops:
+        for hop in self.part.schedule.active:
             before, block = block, (yield from self._arrive(hop))
             yield from _drop(before)
             total = self.own
@@ -240,15 +239,17 @@ class _Walk:
                         sends[-1] = peer, (yield from _make(sent_token * size(ranges), ranges))
                         yield from _drop(packed)
             next_in = self.hops[hop.gradient_next].gradient_in
-            receives = [(next_in, sent_token), (hop.from_visitor, sent_token)]
-            coming, from_visitor = yield from self._post(MESSAGES_PER_HOP * hop.index + 1, sends, receives)
-            yield from _drop(*arrived, total, *(buffer for _, buffer in sends))
-            arrived = _held([coming])
-            if hop.gradient_next:
-                behind[hop.gradient_next] = coming
-            if hop.from_visitor.ranges:
-                yield from self._collect()  # of the hops before: no more than two wait
-            self.returning.append(from_visitor)
+            if sends or next_in.ranges or hop.from_visitor.ranges:
+                receives = [(next_in, sent_token), (hop.from_visitor, sent_token)]
+                coming, from_visitor = yield from self._post(MESSAGES_PER_HOP * hop.index + 1, sends, receives)
+                yield from _drop(*arrived)
+                arrived = _held([coming])
+                if hop.gradient_next:
+                    behind[hop.gradient_next] = coming
+                if hop.from_visitor.ranges:
+                    yield from self._collect()  # of the hops before: no more than two wait
+                self.returning.append(from_visitor)
+            yield from _drop(total, *(buffer for _, buffer in sends))
             if unfinished and hop.index == 0:
                 yield from unfinished.pop().finish()
         yield from _drop(block, *arrived, of_queries)
@@ -259,21 +260,27 @@ class _Walk:
 
     def _arrive(self, hop: Hop) -> Steps[Buffer]:
         """The block of a hop as it is computed with; those that follow are posted."""
+        coming = self.under_way.pop(hop.index, None)
+        arrival = (yield from self._wait(coming)) if coming else None
         if hop.index:
-            coded = yield from self._wait(self.under_way.pop(hop.index), self.factors)
-            block = yield from self._decode(coded)
+            coded = arrival or Buffer(0)
+            block = (yield from self._decode(arrival)) if arrival else Buffer(0)
         else:
             block, coded = self.own, self.own
-            if hop.sends and self.is_converted:
+            if self.is_converted and any(send.ranges for _, send in hop.sends):
                 coded = yield from self._encode()
         is_straight = any(send.ranges for send in hop.straight)
         mine = (yield from self._encode()) if is_straight and self.is_converted else self.own
         packed: dict[Ranges, Buffer] = {}
         for (index, (peer, ranges)), straight in zip(hop.sends, hop.straight, strict=True):
-            if ranges not in packed:
+            arriving = self.hops[index].arrives
+            if not (ranges or straight.ranges or arriving.ranges):
+                continue
+            if ranges and ranges not in packed:
                 packed[ranges] = yield from self._pack(coded, ranges)
+            sends = [(peer, packed[ranges])] if ranges else []
             own = [(straight.peer, (yield from self._pack(mine, straight.ranges)))] if straight.ranges else []
-            sends, receives = [(peer, packed[ranges]), *own], [(self.hops[index].arrives, self.sent_token)]
+            sends, receives = [*sends, *own], [(arriving, self.sent_token)]
             (self.under_way[index],) = yield from self._post(MESSAGES_PER_HOP * index, sends, receives, self.factors)
             yield from _drop(*(buffer for _, buffer in own))
         yield from _drop(coded, mine, *packed.values())
@@ -321,18 +328,20 @@ class _Walk:
             yield Post(transfer.number, sent, received)
         return [_Coming(transfer, arrival) for arrival in arrivals]
 
-    def _wait(self, coming: _Coming, factors: int = 0) -> Steps[Buffer]:
-        """Return what has arrived, or else a block of no tokens."""
+    def _wait(self, coming: _Coming) -> Steps[Buffer | None]:
+        """Return what has arrived, if anything comes."""
         transfer = coming.transfer
         if not transfer.is_over:
             yield Wait(transfer.number)
             yield from _drop(*transfer.sends)
             transfer.is_over = True
-        return coming.arrival or (yield from _make(factors))
+        return coming.arrival
 
     def _add(self, coming: _Coming, total: _Sum | None = None) -> Iterator[Event]:
         """Wait for what another rank made of a block, and add it."""
         arrival = yield from self._wait(coming)
+        if arrival is None:
+            return
         rows = ((stop - start, total and not total.touch(start, stop)) for start, stop in arrival.ranges)
         for count, is_merged in rows:
             yield Accumulate(merge_bytes(self.shape, count) if is_merged else 0)

@@ -71,15 +71,31 @@ class Hop:
         return tuple(send for _, send in self.sends) + self.straight
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Schedule:
-    """One rank's part in one attention: its hops in order."""
+    """One rank's part in one attention: its hops in order. It is its own key: comparing all hops would take longer."""
 
     rank: int
     ranks: int
     hops: tuple[Hop, ...]
     tile_pairs: int  # of a mean tile of all ranks, about: every rank knows the same
     passes_queries: bool = False  # blocks are queries, else keys and values
+
+    @cached_property
+    def active(self) -> tuple[Hop, ...]:
+        """The hops at which this rank computes, sends or receives anything, the first one always."""
+        posted = {0}  # hops at which something is sent, or for which
+        for hop in self.hops:
+            for (index, send), straight in zip(hop.sends, hop.straight, strict=True):
+                if send.ranges or straight.ranges:
+                    posted |= {hop.index, index}
+
+        def is_active(hop: Hop) -> bool:
+            received = hop.arrives, hop.from_visitor, self.hops[hop.gradient_next].gradient_in
+            received = *received, *(self.hops[index].arrives for index, _ in hop.sends)
+            return bool(hop.bands or hop.gradient or any(each.ranges for each in received))
+
+        return tuple(hop for hop in self.hops if hop.index in posted or is_active(hop))
 
     @cached_property
     def num_pairs(self) -> int:

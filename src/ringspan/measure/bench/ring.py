@@ -5,10 +5,11 @@ many pairs, under the same mask.
 """
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from statistics import median
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ from ringspan.torch.attention.block import Block
 from ringspan.torch.attention.op import check_tensors
 from ringspan.torch.attention.ring import Ring, num_head_groups
 from ringspan.torch.attention.spec import AttentionSpec
-from ringspan.torch.kernels.contract import BackwardInputs, InPlace
+from ringspan.torch.kernels.contract import BackwardInputs
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.runtime.launch import local_device
 from ringspan.torch.transport import clock
@@ -38,6 +39,7 @@ from ringspan.torch.transport.fake import FakeTransport, MessageKey, Nobody
 
 KINDS: Final = ("forward", "backward")
 _PASSES: Final = {"forward": 1.0, "backward": 2.5}  # FLOPs in units of the forward pass
+_SLEEP_CYCLES: Final = 10_000_000  # about 5 ms, longer than the host takes for a pass of few and large launches
 _SAMPLE: Final = 128  # rows compared with float64, of each of the ranks that are looked at
 
 
@@ -63,9 +65,9 @@ class RingCase:
 def run(case: RingCase) -> dict[str, Any]:
     """Measure a case: medians of interleaved repeats.
 
-    ``efficiency`` is FLOP/s of the rank's hops over FLOP/s of the fastest single kernel, ``transfer_share`` the part of
-    the time with transfers that they cost, ``errors`` those of out and dq relative to float64, by number of ranks and
-    of one kernel alone.
+    ``efficiency`` is FLOP/s of the rank's hops over FLOP/s of the fastest single kernel, and ``transfer_share`` the
+    part of the time with transfers that they cost, both of the device's own time; ``host_seconds`` are until all work
+    is handed to it. ``errors`` are those of out and dq relative to float64, by number of ranks and of one kernel alone.
 
     Raises:
         ConfigError: a rank outside of the ring.
@@ -77,28 +79,35 @@ def run(case: RingCase) -> dict[str, Any]:
     with torch.no_grad():
         on, off = one.passes(is_moving=True), one.passes(is_moving=False)
         alone = one.single_kernels()
-        seconds: dict[str, dict[str, list[float]]] = {}
+        everything = {"ring": on, "still": off, **alone}
+        found: dict[str, dict[str, list[Timing]]] = {}
         for repeat in range(case.repeats + 1):
-            for name, passes in {"ring": on, "still": off, **alone}.items():
+            # In another order each time: what runs finds caches and clocks as the one before has left them.
+            for name in np.random.default_rng(repeat).permutation(list(everything)).tolist():
                 for kind in KINDS:
-                    took = timed(passes[kind], one.device)
+                    took = Timing.of(everything[name][kind], one.device)
                     if repeat:  # the first round warms up
-                        seconds.setdefault(name, {}).setdefault(kind, []).append(took)
+                        found.setdefault(name, {}).setdefault(kind, []).append(took)
+    seconds = {
+        field: {
+            name: {kind: median(getattr(each, field) for each in found[name][kind]) for kind in KINDS} for name in found
+        }
+        for field in Timing._fields
+    }
+    device = seconds["device"]
     pairs = {"ring": one.schedule.num_pairs, **dict.fromkeys(alone, one.single.num_pairs)}
     flops = {
-        name: {kind: one.flops(pairs[name]) * _PASSES[kind] / median(seconds[name][kind]) for kind in KINDS}
-        for name in pairs
+        name: {kind: one.flops(pairs[name]) * _PASSES[kind] / device[name][kind] for kind in KINDS} for name in pairs
     }
     fastest = {kind: max(alone, key=lambda name: flops[name][kind]) for kind in KINDS}
     return {
         "efficiency": {kind: flops["ring"][kind] / flops[fastest[kind]][kind] for kind in KINDS},
-        "transfer_share": {
-            kind: median(1 - b / a for a, b in zip(seconds["ring"][kind], seconds["still"][kind], strict=True))
-            for kind in KINDS
-        },
+        "transfer_share": {kind: 1 - device["still"][kind] / device["ring"][kind] for kind in KINDS},
         "fastest_kernel": fastest,
         "flops_per_second": flops,
-        "seconds": {name: {kind: median(each[kind]) for kind in KINDS} for name, each in seconds.items()},
+        "seconds": seconds["wall"],
+        "device_seconds": device,
+        "host_seconds": seconds["host"],
         "hops": len(one.schedule.hops),
         "single_tokens": one.single_layout.length,
         "errors": [error_row(case, ranks) for ranks in case.error_ranks],
@@ -115,6 +124,27 @@ def timed(function: Callable[[], Any], device: torch.device) -> float:
     end = clock.now(device)
     clock.synchronize(device)
     return clock.seconds(start, end)
+
+
+class Timing(NamedTuple):
+    """Seconds of one call: until the device has done it, of the device's work alone, and of the host's."""
+
+    wall: float
+    device: float
+    host: float
+
+    @staticmethod
+    def of(function: Callable[[], Any], device: torch.device) -> "Timing":
+        """Time a call twice on CUDA, where the second time other work keeps the device from waiting for the host."""
+        wall = timed(function, device)
+        if device.type != "cuda":
+            return Timing(wall, wall, wall)
+        torch.cuda._sleep(_SLEEP_CYCLES)
+        start, began = clock.now(device), time.perf_counter()
+        function()
+        host, end = time.perf_counter() - began, clock.now(device)
+        clock.synchronize(device)
+        return Timing(wall, clock.seconds(start, end), host)
 
 
 class Copies:
@@ -194,13 +224,17 @@ class PlayedRank:
         """Return the FLOPs of a forward pass over ``pairs`` (query, key) pairs."""
         return 4.0 * pairs * self.case.heads * self.case.head_dim
 
-    def passes(self, is_moving: bool) -> dict[str, Callable[[], Any]]:
-        """Return forward and backward of the rank; the other ranks' blocks are made once."""
+    def passes(self, *, is_moving: bool, is_warm: bool = True) -> dict[str, Callable[[], Any]]:
+        """Return forward and backward of the rank; the other ranks' blocks are made once.
+
+        Backward takes results of a pass, or if it is not to be warm any numbers, so that no pass has run before.
+        """
         k, v = self.k, self.v
         blank = ring_of(self.case, self.layout, self.q, k)
         blocks = _arriving(blank, k, lambda _, heads: (k[:, heads], v[:, heads]))  # whose numbers does not matter
         mine = replace(blank, exchange=FakeTransport(Copies(self.device, blocks) if is_moving else Nobody()))
-        out, lse = ring.forward(mine, self.q, self.k, self.v)
+        lse = self.q.new_full(self.q.shape[:-1], math.log(self.layout.length), dtype=torch.float32)
+        out, lse = ring.forward(mine, self.q, self.k, self.v) if is_warm else (self.q, lse)
         return {
             "forward": lambda: ring.forward(mine, self.q, self.k, self.v),
             "backward": lambda: ring.backward(mine, self.dout, self.q, self.k, self.v, out, lse),
@@ -268,7 +302,7 @@ def alone(
         for one in launches:
             rows, keys = slice(one.q0, one.q1), slice(one.k0, one.k1)
             inputs = q[:, :, rows], k[:, :, keys], v[:, :, keys], one, scores
-            if isinstance(kernel, InPlace):
+            if kernel.adds_in_place is True:
                 kernel.forward_into(*inputs, out[:, :, rows], lse[:, :, rows])
             else:
                 kernel.forward(*inputs)
@@ -278,7 +312,7 @@ def alone(
             rows, keys = slice(one.q0, one.q1), slice(one.k0, one.k1)
             mine = dout[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], result[:, :, rows], norm[:, :, rows]
             inputs = BackwardInputs(*mine)
-            if isinstance(kernel, InPlace):
+            if kernel.adds_in_place is True:
                 dq, dk, dv = gradients
                 kernel.backward_into(inputs, one, scores, dq[:, :, rows], dk[:, :, keys], dv[:, :, keys])
             else:

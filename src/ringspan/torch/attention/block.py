@@ -7,6 +7,7 @@ B batch, G key/value heads, D head size, E value head size, n packed tokens.
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +18,7 @@ from ringspan.torch.kernels.partials.written_rows import WrittenRows
 from ringspan.torch.transport.exchange import TensorSpec
 
 
-@dataclass(frozen=True)
-class PackedSpec:
+class PackedSpec(NamedTuple):
     """Layout of ranges of keys (B, G, n, D) and values (B, G, n, E) in one flat buffer: k, then v.
 
     If ``scaled``, coded bytes follow their scale factors.
@@ -91,6 +91,11 @@ class Block:
         """Return a block of a rank's own tokens, without a copy."""
         return Block(((0, k.shape[2]),), k, v)
 
+    @property
+    def nothing(self) -> "Block":
+        """The block of none of these tokens."""
+        return Block((), self.k[:, :, :0], self.v[:, :, :0])
+
     def pack(self, ranges: Ranges, make: Callable[[TensorSpec], Tensor] = TensorSpec.empty) -> "Block":
         """Return the block cut to some ranges, in one buffer from ``make``; the block itself if nothing is cut."""
         if ranges == self.ranges and self.buffer is not None:
@@ -120,11 +125,6 @@ class Block:
         first = offset(self.ranges, start)
         return slice(first, first + stop - start)
 
-    def part(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of the owner's tokens [start, stop), which lie in one range."""
-        rows = self.rows(start, stop)
-        return self.k[:, :, rows], self.v[:, :, rows]
-
 
 class RunningSum:
     """Sum of row ranges of a (B, heads, n, size) tensor; the first value of a row is written, not added to zeros."""
@@ -138,31 +138,26 @@ class RunningSum:
         """Return a sum in ``dtype`` for ``result``, accumulated in place if that has the dtype."""
         return RunningSum(result if result.dtype == dtype else torch.empty_like(result, dtype=dtype))
 
-    def add(self, start: int, stop: int, value: Tensor) -> None:
-        mine = self._into[:, :, start:stop]
+    def add(self, rows: slice, value: Tensor) -> None:
+        mine = self._into[:, :, rows]
         # Rows are either all new, all there, or, where masks of documents cross, some of each.
-        missing = self._rows.touch(start, stop)
-        if missing == stop - start:
+        missing = self._rows.touch(rows)
+        if missing == rows.stop - rows.start:
             mine.copy_(value)
             return
         if missing:
-            self.running(start, stop)
+            self.running(rows)
         mine.add_(value)
 
-    def running(self, start: int, stop: int) -> Tensor:
-        """Return the sum of rows [start, stop) so far, for a kernel that adds in place."""
-        for first, last in self._rows.fill(start, stop):
-            self._into[:, :, first:last].zero_()
-        return self._into[:, :, start:stop]
+    def running(self, rows: slice) -> Tensor:
+        """Return the sum of rows so far, for a kernel that adds in place."""
+        for start, stop in self._rows.fill():
+            self._into[:, :, start:stop].zero_()
+        return self._into[:, :, rows]
 
     def finish(self) -> Tensor:
         """Return the sum; zeros where nothing was added."""
-        self._clear()
-        return self._into
-
-    def _clear(self) -> None:
-        for start, stop in self._rows.fill():
-            self._into[:, :, start:stop].zero_()
+        return self.running(slice(0, self._into.shape[2]))
 
 
 class GradientBlock:
@@ -182,24 +177,21 @@ class GradientBlock:
         packed = spec.on(make(spec.buffer_spec))
         return GradientBlock(spec.ranges, RunningSum(packed.k), RunningSum(packed.v), packed.buffer)
 
-    def add(self, start: int, stop: int, dk: Tensor, dv: Tensor) -> None:
-        rows = self._rows(start, stop)
-        self._dk.add(*rows, dk)
-        self._dv.add(*rows, dv)
+    def add(self, rows: slice, dk: Tensor, dv: Tensor) -> None:
+        self._dk.add(rows, dk)
+        self._dv.add(rows, dv)
 
-    def running(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return the sums of tokens [start, stop) so far, for a kernel that adds in place."""
-        rows = self._rows(start, stop)
-        return self._dk.running(*rows), self._dv.running(*rows)
+    def running(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Return the sums of rows so far, for a kernel that adds in place."""
+        return self._dk.running(rows), self._dv.running(rows)
 
-    def _rows(self, start: int, stop: int) -> tuple[int, int]:
-        first = offset(self.ranges, start)
-        return first, first + stop - start
-
-    def add_block(self, block: Block) -> None:
+    def add_block(self, block: Block | None) -> None:
+        """Add what another rank has sent, if it has."""
+        if block is None:
+            return
         for start, stop in block.ranges:
-            rows = block.rows(start, stop)
-            self.add(start, stop, block.k[:, :, rows], block.v[:, :, rows])
+            rows, first = block.rows(start, stop), offset(self.ranges, start)
+            self.add(slice(first, first + stop - start), block.k[:, :, rows], block.v[:, :, rows])
 
     def finish(self) -> Block:
         """Return the sums as a block; zeros where nothing was added."""
@@ -217,20 +209,21 @@ class PartialBlock:
         """Return the partial of ranges of another rank's queries, in a buffer from ``make``."""
         return PartialBlock(spec.on(make(spec.buffer_spec)))
 
-    def add(self, start: int, stop: int, out: Tensor, lse: Tensor) -> None:
-        """Merge a partial of the owner's queries [start, stop)."""
-        rows = self._block.rows(start, stop)
-        self._partial.merge(rows.start, rows.stop, out, lse)
+    def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        """Merge a partial of some rows."""
+        self._partial.merge(rows, out, lse)
 
-    def add_block(self, block: Block) -> None:
+    def add_block(self, block: Block | None) -> None:
+        """Merge what another rank has sent, if it has."""
+        if block is None:
+            return
         for start, stop in block.ranges:
             rows = block.rows(start, stop)
-            self.add(start, stop, block.k[:, :, rows], block.v[:, :, rows].squeeze(-1))
+            self.add(self._block.rows(start, stop), block.k[:, :, rows], block.v[:, :, rows].squeeze(-1))
 
-    def running(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return the running out and lse of queries [start, stop), for a kernel that adds in place."""
-        rows = self._block.rows(start, stop)
-        return self._partial.running(rows.start, rows.stop)
+    def running(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Return the running out and lse of some rows, for a kernel that adds in place."""
+        return self._partial.running(rows)
 
     def finish(self, sinks: Tensor | None = None) -> Block:
         """Return the partial as a block, see ``Partial.finish``."""

@@ -22,6 +22,13 @@ def check_comm_dtype(comm_dtype: str, gradient_comm_dtype: str) -> None:
     find_name("gradient_comm_dtype", gradient_comm_dtype, GRADIENT_COMM_DTYPE_NAMES, UnsupportedError)
 
 
+def sent_as(comm_dtype: str, dtype: torch.dtype) -> tuple[torch.dtype, bool]:
+    """Return the dtype in which numbers of ``dtype`` are sent, and whether factors come with them."""
+    if comm_dtype in _CODES:
+        return _CODES[comm_dtype][0], True
+    return (torch.bfloat16 if comm_dtype == "bfloat16" else dtype), False
+
+
 def encode(block: Block, comm_dtype: str) -> Block:
     """Encode a block for sending, packed; ``float8`` and ``int8`` are scaled by each head's largest value."""
     if comm_dtype == "exact":

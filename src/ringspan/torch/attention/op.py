@@ -6,6 +6,9 @@ name it to keep its result. B batch, H query heads, G key/value heads, T local t
 
 import logging
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, Final, Never
@@ -53,6 +56,22 @@ from ringspan.torch.transport.protocol import Transport, transport_of
 
 _log: Final = logging.getLogger(__name__)
 _told: Final[set[Choice]] = set()
+UNSAFE: Final = (torch.Tag.cudagraph_unsafe,)
+"""A replayed CUDA graph would repeat the lengths and messages of another batch: programs run the operator outside."""
+
+
+_Pass = Callable[[], tuple[Tensor, Tensor]]
+_handler: Final[ContextVar[Callable[[_Pass], tuple[Tensor, Tensor]] | None]] = ContextVar("handler", default=None)
+
+
+@contextmanager
+def handling(handler: Callable[[_Pass], tuple[Tensor, Tensor]]) -> Iterator[None]:
+    """Let ``handler(compute)`` give the operator's results in this thread, by calling ``compute()`` or otherwise."""
+    before = _handler.set(handler)
+    try:
+        yield
+    finally:
+        _handler.reset(before)
 
 
 def ring_attention(
@@ -220,19 +239,25 @@ def _ranks_per_node(ranks: int) -> int:
     return min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
 
 
-@torch.library.custom_op("ringspan::ring_attention", mutates_args=())
+@torch.library.custom_op("ringspan::ring_attention", mutates_args=(), tags=UNSAFE)
 def _forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, spec: str
 ) -> tuple[Tensor, Tensor]:
     check_differentiation("ring_attention", q, k, v, sinks)  # of who calls the operator itself
-    asked = AttentionSpec.parse(spec)
+    handler, compute = _handler.get(), partial(_compute, q, k, v, sinks, slopes, AttentionSpec.parse(spec))
+    return compute() if handler is None else handler(compute)
+
+
+def _compute(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, asked: AttentionSpec
+) -> tuple[Tensor, Tensor]:
     # Without autocast, so that sums stay in float32.
     with one_at_a_time(group_of(asked.group)), torch.autocast(q.device.type, enabled=False):
         ring, ulysses = _prepare("forward", q, k, v, sinks, slopes, asked)
         return ulysses.forward(ring, q, k, v, sinks) if ulysses else forward(ring, q, k, v, sinks)
 
 
-@torch.library.custom_op("ringspan::ring_attention_backward", mutates_args=())
+@torch.library.custom_op("ringspan::ring_attention_backward", mutates_args=(), tags=UNSAFE)
 def _backward(
     dout: Tensor,
     q: Tensor,
@@ -253,10 +278,16 @@ def _backward(
         return *(ulysses.backward(ring, *inputs) if ulysses else backward(ring, *inputs)), dsinks
 
 
-@_forward.register_fake
 def fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Return results of the right shapes, dtypes and strides."""
     lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
     return empty_like(q, v.shape[-1]), lse
+
+
+@_forward.register_fake
+def _handled_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    handler, compute = _handler.get(), partial(fake_forward, q, k, v)
+    return compute() if handler is None else handler(compute)
 
 
 @_backward.register_fake

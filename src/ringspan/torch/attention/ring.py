@@ -17,13 +17,14 @@ from torch import Tensor
 from ringspan.core.geometry.ranges import Ranges
 from ringspan.core.schedule.choice import head_groups
 from ringspan.core.schedule.events import MESSAGES_PER_HOP
-from ringspan.core.schedule.kernel_launches import KernelLaunch, within_ranges
+from ringspan.core.schedule.kernel_launches import KernelLaunch
 from ringspan.core.schedule.schedule import Hop, Schedule, Send
 from ringspan.torch import kernels
 from ringspan.torch.attention.block import Block, GradientBlock, PackedSpec, PartialBlock, RunningSum
-from ringspan.torch.attention.comm_dtype import decode, encode
+from ringspan.torch.attention.calls import calls_of
+from ringspan.torch.attention.comm_dtype import decode, encode, sent_as
 from ringspan.torch.attention.spec import AttentionSpec
-from ringspan.torch.kernels.contract import BackwardInputs, InPlace
+from ringspan.torch.kernels.contract import BackwardInputs
 from ringspan.torch.kernels.device import rules_of
 from ringspan.torch.kernels.memory import is_in_rows
 from ringspan.torch.kernels.score_mod import Scores
@@ -105,38 +106,44 @@ def num_head_groups(q: Tensor, k: Tensor, schedule: Schedule, blocks: int = 2) -
 
 
 class _Coming(NamedTuple):
-    """A block in transit to this rank; without a message if it is empty."""
+    """A transfer, and the block that it brings to this rank, if any."""
 
     spec: PackedSpec
     transfer: Transfer
     receive: PendingReceive | None
 
-    def wait(self) -> Block:
+    def wait(self) -> Block | None:
         """Wait for the whole transfer and return the block."""
         self.transfer.wait()
-        return self.spec.empty() if self.receive is None else self.spec.on(self.receive.read())
+        return None if self.receive is None else self.spec.on(self.receive.read())
 
 
 def hops_and_blocks(ring: Ring, number: int, own: Block) -> Iterator[tuple[Hop, Block]]:
-    """Yield each hop with its block, while the following blocks are in transit."""
-    hops = ring.schedule.hops
+    """Yield each hop that does something with its block, while the following blocks are in transit."""
+    hops, comm_dtype = ring.schedule.hops, ring.spec.comm_dtype
+    dtype, is_scaled = sent_as(comm_dtype, own.k.dtype)
     under_way: dict[int, _Coming] = {}
-    for hop in hops:
+    for hop in ring.schedule.active:
+        coded = under_way.pop(hop.index).wait() if hop.index in under_way else None
         if hop.index:
-            coded = under_way.pop(hop.index).wait()
-            block = decode(coded, own.k.dtype)
+            block = own.nothing if coded is None else decode(coded, own.k.dtype)
         else:
-            block, coded = own, encode(own, ring.spec.comm_dtype) if hop.sends else own
-        mine = encode(own, ring.spec.comm_dtype) if any(send.ranges for send in hop.straight) else own
+            block, coded = own, encode(own, comm_dtype) if any(send.ranges for _, send in hop.sends) else own
+        mine = encode(own, comm_dtype) if any(send.ranges for send in hop.straight) else own
         packed: dict[Ranges, Block] = {}
         for (index, (peer, ranges)), straight in zip(hop.sends, hop.straight, strict=True):
-            if ranges not in packed:
-                packed[ranges] = coded.pack(ranges, ring.exchange.empty)
-            sends = [(peer, packed[ranges])]
+            source, carried = hops[index].arrives
+            if not (ranges or straight.ranges or carried):
+                continue
+            sends: list[tuple[int, Block]] = []
+            if ranges:
+                assert coded is not None, "what is handed on has arrived"
+                if ranges not in packed:
+                    packed[ranges] = coded.pack(ranges, ring.exchange.empty)
+                sends.append((peer, packed[ranges]))
             if straight.ranges:
                 sends.append((straight.peer, mine.pack(straight.ranges, ring.exchange.empty)))
-            source, carried = hops[index].arrives
-            spec = PackedSpec.of(carried, coded.k, coded.v, scaled=coded.scales is not None)
+            spec = PackedSpec.of(carried, own.k, own.v, dtype, is_scaled)
             message = MESSAGES_PER_HOP * (number * len(hops) + index)
             under_way[index], *_ = _post(ring, sends, [(source, spec)], message)
             del sends
@@ -156,7 +163,7 @@ def _post(
 ) -> list[_Coming]:
     """Start sending packed blocks and receiving others; empty blocks are no messages."""
     transfer, pending = ring.exchange.post(
-        [(peer, block.buffer) for peer, block in sends if block.buffer is not None and block.ranges],
+        [(peer, block.buffer) for peer, block in sends if block.buffer is not None],
         [(peer, spec.buffer_spec) for peer, spec in receives if spec.ranges],
         message,
     )
@@ -183,6 +190,7 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = 
         partial = out[:, heads], lse[:, heads].unsqueeze(-1)
         local = PartialBlock(Block.whole(*partial))
         returning: list[_Coming] = []  # what other ranks made of this rank's queries
+        calls = calls_of(ring.schedule, serving, mine, is_backward=False)
         for hop, block in hops_and_blocks(ring, number, moving):
             queries, keys = (block, staying) if passes_queries else (staying, block)
             total, is_sent = local, passes_queries and hop.index > 0
@@ -190,21 +198,23 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = 
                 total = PartialBlock.in_transit(
                     PackedSpec.of(hop.gradient_to_owner, *partial, dtype), ring.exchange.empty
                 )
-            kernel = kernels.choose(serving, hop.bands, mine)
-            for launch in within_ranges(kernel.launches, hop.bands, block.ranges, passes_queries=passes_queries):
-                rows, here = queries.part(launch.q0, launch.q1)[0], keys.part(launch.k0, launch.k1)
+            kernel, launches = calls[hop.index]
+            for launch, rows, columns, sums in launches:
+                here, there = queries.k[:, :, rows], (keys.k[:, :, columns], keys.v[:, :, columns])
                 scores = ring.scores_of(launch, hop.owner, heads)
-                if isinstance(kernel, InPlace):
-                    kernel.forward_into(rows, *here, launch, scores, *total.running(launch.q0, launch.q1))
+                if kernel.adds_in_place is True:
+                    kernel.forward_into(here, *there, launch, scores, *total.running(sums))
                 else:
-                    total.add(launch.q0, launch.q1, *kernel.forward(rows, *here, launch, scores))
-                del rows, here
-            if is_sent:
+                    total.add(sums, *kernel.forward(here, *there, launch, scores))
+                del here, there
+            if is_sent and (hop.gradient_to_owner or hop.from_visitor.ranges):
+                sends = [(hop.owner, total.finish())] if hop.gradient_to_owner else []
                 receives = [(hop.from_visitor.peer, PackedSpec.of(hop.from_visitor.ranges, *partial, dtype))]
                 message = MESSAGES_PER_HOP * (number * len(ring.schedule.hops) + hop.index) + 1
-                coming = _post(ring, [(hop.owner, total.finish())], receives, message)
+                coming = _post(ring, sends, receives, message)
                 _collect(returning, local)  # of the hop before: no more than two wait
                 returning += coming
+                del sends
             del block, queries, keys, total  # before the next block is waited for
         _collect(returning, local)
         local.finish(None if sinks is None else sinks[heads])
@@ -271,23 +281,24 @@ def _backward_of_heads(
     sent_dtype = ring.gradient_dtype(q.dtype)
     behind: dict[int, _Coming] = {}  # by hop, the sum over the earlier ranks of its block
     returning: list[_Coming] = []  # parts of this rank's own gradient
+    calls = calls_of(ring.schedule, serving, q, is_backward=True)
     for hop, block in hops_and_blocks(ring, number, Block.whole(k, v)):
         total = local
         if hop.index:
             total = GradientBlock.in_transit(PackedSpec.of(hop.gradient, k, v, dtype), ring.exchange.empty)
-        kernel = kernels.choose(serving, hop.bands, q, is_backward=True)
-        for launch in within_ranges(kernel.launches, hop.bands, block.ranges, total.ranges):
-            rows, keys = slice(launch.q0, launch.q1), block.part(launch.k0, launch.k1)
+        kernel, launches = calls[hop.index]
+        for launch, rows, columns, sums in launches:
+            keys = block.k[:, :, columns], block.v[:, :, columns]
             ours = BackwardInputs(dout[:, :, rows], q[:, :, rows], *keys, out[:, :, rows], lse[:, :, rows])
             scores = ring.scores_of(launch, hop.owner, heads)
-            if isinstance(kernel, InPlace):
-                sums = dq.running(launch.q0, launch.q1), *total.running(launch.k0, launch.k1)
-                kernel.backward_into(ours, launch, scores, *sums)
-                del ours, keys, sums
+            if kernel.adds_in_place is True:
+                running = dq.running(rows), *total.running(sums)
+                kernel.backward_into(ours, launch, scores, *running)
+                del ours, keys, running
                 continue
             new_dq, new_dk, new_dv = kernel.backward(ours, launch, scores)
-            dq.add(launch.q0, launch.q1, new_dq)
-            total.add(launch.k0, launch.k1, new_dk, new_dv)
+            dq.add(rows, new_dq)
+            total.add(sums, new_dk, new_dv)
             del ours, keys, new_dq, new_dk, new_dv  # before the next ones are made
         if hop.index in behind:
             total.add_block(behind.pop(hop.index).wait())
@@ -300,14 +311,15 @@ def _backward_of_heads(
         receives = [
             (peer, PackedSpec.of(ranges, k, v, sent_dtype)) for peer, ranges in ((source, arriving), hop.from_visitor)
         ]
-        message = MESSAGES_PER_HOP * (number * len(hops) + hop.index) + 1
-        coming, from_visitor = _post(ring, sends, receives, message)
-        if hop.gradient_next:
-            behind[hop.gradient_next] = coming
+        if sends or arriving or hop.from_visitor.ranges:
+            message = MESSAGES_PER_HOP * (number * len(hops) + hop.index) + 1
+            coming, from_visitor = _post(ring, sends, receives, message)
+            if hop.gradient_next:
+                behind[hop.gradient_next] = coming
+            if hop.from_visitor.ranges:
+                _collect(returning, local)  # of the hops before: no more than two wait
+            returning.append(from_visitor)
         del total, sends
-        if hop.from_visitor.ranges:
-            _collect(returning, local)  # of the hops before: no more than two wait
-        returning.append(from_visitor)
         if unfinished and hop.index == 0:
             unfinished.pop()()
 

@@ -96,7 +96,7 @@ def mask_of(
     return causal() if window is None else sliding_window(window)
 
 
-@torch.library.custom_op("ringspan::layer_attention", mutates_args=())
+@torch.library.custom_op("ringspan::layer_attention", mutates_args=(), tags=op.UNSAFE)
 def _forward(
     q: Tensor,
     k: Tensor,
@@ -114,7 +114,7 @@ def _forward(
     return parts[0][1] if len(parts) == 1 else _joined(parts, op.fake_forward(q, k, v))
 
 
-@torch.library.custom_op("ringspan::layer_attention_backward", mutates_args=())
+@torch.library.custom_op("ringspan::layer_attention_backward", mutates_args=(), tags=op.UNSAFE)
 def _backward(
     dout: Tensor,
     q: Tensor,

@@ -4,7 +4,7 @@ DeepSpeed Ulysses (Jacobs et al. 2023); with a ring between groups USP (Fang and
 U members a group, B batch, H query heads, G key/value heads, T local tokens, D head size.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -19,6 +19,9 @@ from ringspan.torch.transport.exchange import TensorSpec
 from ringspan.torch.transport.protocol import Transport
 
 _TO_HEADS, _TO_TOKENS = 0, 1  # message numbers
+
+
+_Pieces = tuple[Tensor, ...]
 
 
 class _Trade(NamedTuple):
@@ -82,53 +85,84 @@ class Ulysses:
 
     def _to_heads(self, *trades: _Trade) -> list[Tensor]:
         """Trade (B, heads, T, size) of local tokens for (B, my heads, U T, size) of the group's."""
-        sends: list[tuple[int, Tensor]] = []
-        receives: list[tuple[int, TensorSpec]] = []
+        mine = [tensor[:, heads[self.member]] for tensor, heads, _ in trades]
+        received = self._trade(
+            {other: [(tensor[:, heads[other]],) for tensor, heads, _ in trades] for other in self._others()},
+            {other: [TensorSpec.like(part) for part in mine] for other in self._others()},
+            _TO_HEADS,
+        )
         results: list[Tensor] = []
-        for tensor, heads, layout in trades:
-            mine = tensor[:, heads[self.member]]
-            batch, num_heads, _, size = mine.shape
-            result = tensor.new_empty(batch, num_heads, layout.tokens_per_rank, size)
-            _place(result, mine, layout.places(self.member))
-            results.append(result)
-            for other in self._others():
-                # A message is one stretch of memory; heads of (B, H, T, D) are not, with more than one sequence.
-                sends.append((other, tensor[:, heads[other]].contiguous()))
-                receives.append((other, TensorSpec.like(mine)))
-        arrived = self._trade(sends, receives, _TO_HEADS)
-        for result, (_, _, layout) in zip(results, trades, strict=True):
-            for _ in self._others():
-                member, part = next(arrived)
-                _place(result, part, layout.places(member))
+        for number, (part, (_, _, layout)) in enumerate(zip(mine, trades, strict=True)):
+            batch, num_heads, _, size = part.shape
+            results.append(part.new_empty(batch, num_heads, layout.tokens_per_rank, size))
+            for member, parts in {self.member: mine, **received}.items():
+                _place(results[-1], parts[number], layout.places(member))
         return results
 
     def _trade(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, TensorSpec]], message: int
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Yield each received tensor with its sender."""
-        transfer, pending = self.exchange.post(sends, receives, message)
+        self, sends: dict[int, list[_Pieces]], receives: dict[int, list[TensorSpec]], message: int
+    ) -> dict[int, list[Tensor]]:
+        """Send each member some tensors and return what each has sent, a message for each: NCCL starts few at once."""
+        packed = [(member, _packed(parts)) for member, parts in sends.items()]
+        expected = [
+            (member, TensorSpec((sum(spec.nbytes for spec in specs),), torch.uint8, specs[0].device))
+            for member, specs in receives.items()
+        ]
+        transfer, pending = self.exchange.post(packed, expected, message)
         transfer.wait()
-        for (member, _), receive in zip(receives, pending, strict=True):
-            yield member, receive.read()
+        return {
+            member: _unpacked(receive.read(), receives[member])
+            for (member, _), receive in zip(expected, pending, strict=True)
+        }
 
     def _to_tokens(self, tensors: Sequence[Tensor], into: Sequence[_Trade]) -> None:
         """Trade (B, my heads, U T, size) back for (B, heads, T, size); sum shared heads in the dtype of ``tensors``."""
-        sends: list[tuple[int, Tensor]] = []
-        receives: list[tuple[int, TensorSpec]] = []
-        for tensor, (result, heads, layout) in zip(tensors, into, strict=True):
-            for other in self._others():
-                sends.append((other, _take(tensor, layout.places(other))))
-                shape = tuple(result[:, heads[other]].shape)
-                receives.append((other, TensorSpec(shape, tensor.dtype, tensor.device)))
-        arrived = self._trade(sends, receives, _TO_TOKENS)
-        for tensor, (result, heads, layout) in zip(tensors, into, strict=True):
-            parts = {self.member: _take(tensor, layout.places(self.member))}
-            parts |= dict(next(arrived) for _ in self._others())
+        both = [*zip(tensors, into, strict=True)]
+        sends = {
+            other: [_pieces(tensor, layout.places(other)) for tensor, (_, _, layout) in both]
+            for other in self._others()
+        }
+        receives = {
+            other: [
+                TensorSpec(tuple(result[:, heads[other]].shape), tensor.dtype, tensor.device)
+                for tensor, (result, heads, _) in both
+            ]
+            for other in self._others()
+        }
+        received = self._trade(sends, receives, _TO_TOKENS)
+        for number, (tensor, (result, heads, layout)) in enumerate(both):
+            parts = {member: some[number] for member, some in received.items()}
+            parts[self.member] = torch.cat(_pieces(tensor, layout.places(self.member)), dim=2)
             # In the order of members on every rank, so that sums round alike and runs repeat to the bit.
             for member in sorted(parts):
                 sharing = [parts[other] for other in sorted(parts) if heads[other] == heads[member]]
                 if heads.index(heads[member]) == member:
                     result[:, heads[member]] = sharing[0] if len(sharing) == 1 else torch.stack(sharing).sum(0)
+
+
+def _packed(parts: Sequence[_Pieces]) -> Tensor:
+    """Return the bytes of some tensors, each of which comes in pieces along its tokens."""
+    specs = [_spec(pieces) for pieces in parts]
+    buffer = parts[0][0].new_empty(sum(spec.nbytes for spec in specs), dtype=torch.uint8)
+    for pieces, there in zip(parts, _unpacked(buffer, specs), strict=True):
+        torch.cat(list(pieces), dim=2, out=there)
+    return buffer
+
+
+def _spec(pieces: _Pieces) -> TensorSpec:
+    batch, heads, _, size = pieces[0].shape
+    tokens = sum(piece.shape[2] for piece in pieces)
+    return TensorSpec((batch, heads, tokens, size), pieces[0].dtype, pieces[0].device)
+
+
+def _unpacked(buffer: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
+    """Return the tensors in a buffer: the widest numbers come first, so that all lie at multiples of their size."""
+    found: dict[int, Tensor] = {}
+    start = 0
+    for number in sorted(range(len(specs)), key=lambda number: -specs[number].dtype.itemsize):
+        stop = start + specs[number].nbytes
+        found[number], start = specs[number].on(buffer[start:stop]), stop
+    return [found[number] for number in range(len(specs))]
 
 
 def _place(group: Tensor, part: Tensor, places: Sequence[slice]) -> None:
@@ -138,6 +172,6 @@ def _place(group: Tensor, part: Tensor, places: Sequence[slice]) -> None:
         group[:, :, place] = part[:, :, number * each : (number + 1) * each]
 
 
-def _take(group: Tensor, places: Sequence[slice]) -> Tensor:
-    """Return one member's tokens from its group's storage, contiguous."""
-    return torch.cat([group[:, :, place] for place in places], dim=2).contiguous()
+def _pieces(group: Tensor, places: Sequence[slice]) -> _Pieces:
+    """Return one member's tokens in its group's storage."""
+    return tuple(group[:, :, place] for place in places)

@@ -5,7 +5,7 @@ B batch, T local tokens.
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from inspect import BoundArguments
 from typing import Any, Final
 
@@ -25,6 +25,7 @@ from ringspan.torch.layers.positions import beyond_table
 from ringspan.torch.layers.router_loss import wanted_router
 from ringspan.torch.memory.sharding import recover, settle
 from ringspan.torch.multimodal.checks import check_media
+from ringspan.torch.transport.agreement import compared_batch
 
 # In the order of a batch's digest.
 _DIGESTS: Final = ("input_ids", "labels", "position_ids", "attention_mask", "images and token types")
@@ -54,6 +55,15 @@ def recovering(model: Any) -> Iterator[None]:
     except BaseException:
         recover(model)
         raise
+
+
+@torch.compiler.disable()
+def agreeing(model: Any, arguments: dict[str, Any]) -> AbstractContextManager[None]:
+    """Return a context in which attention takes the masks of checked arguments for agreed.
+
+    All ranks have compared the documents, but not the masks that follow from images.
+    """
+    return nullcontext() if arguments.get("media") is not None else compared_batch(model.ring_mesh["ring"].get_group())
 
 
 @torch.compiler.disable()
@@ -117,21 +127,25 @@ def pass_facts(model: Any) -> dict[str, Any]:
     }
     if torch.is_grad_enabled():
         trained = bytes(parameter.requires_grad for parameter in known_parameters(model))
-        digest = hashlib.blake2b(trained, digest_size=4).hexdigest()
-        facts["trained parameters"] = f"{sum(trained)} of {len(trained)} (digest {digest})"
+        facts["trained parameters"] = f"{sum(trained)} of {len(trained)} ({_digest(trained)})"
         facts |= optimizer_facts(model)
     return facts
+
+
+def _digest(content: bytes) -> str:
+    return f"digest {hashlib.blake2b(content, digest_size=4).hexdigest()}"
 
 
 def _facts_of_ring(arguments: dict[str, Any]) -> dict[str, Any]:
     """Return facts that must be equal within one ring."""
     batch_size, length = arguments["input_ids"].shape
     digest, longest = arguments.get("batch_digest"), arguments.get("sequence_length")
+    lengths = arguments.get("document_lengths")
     digests = () if digest is None else digest.tolist()
     return {
         "batch size": batch_size,
         "local length": length,
-        "documents": arguments.get("document_lengths") is not None,
+        "documents": None if lengths is None else _digest(repr(lengths.tolist()).encode()),
         "padding marked": arguments.get("real_tokens") is not None,
         "length of the longest document": None if longest is None else int(longest),
         **{name: f"digest {number % (1 << 64):016x}" for name, number in zip(_DIGESTS, digests, strict=False)},

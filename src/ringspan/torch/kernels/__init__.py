@@ -2,8 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Final
+from typing import Any, Final
 
+import torch
 from torch import Tensor
 
 from ringspan.core.errors import UnsupportedError
@@ -31,11 +32,12 @@ KERNELS: Final[dict[str, Returning | InPlace]] = {
         Eager(),
     )
 }
-# What "auto" prefers, for rectangles and squares that are few or large, and for anything else. On Hopper
-# (benchmarks/results, gpu-*.json) cuDNN computes these nearly twice as fast as FlashAttention 2, but knows no other
-# band, and takes a call for each; of the others our own kernel is the fastest forward, and none is backward.
+# What "auto" prefers, for few rectangles and squares, and for anything else. On Hopper (benchmarks/results, gpu-*.json)
+# cuDNN computes these nearly twice as fast as FlashAttention 2, but knows no other band, takes a call for each, and
+# makes a plan for each new size, which takes longer than a hop and stays for good. Of the others our own kernel is the
+# fastest forward, and none is backward.
 _FEW: Final = 4
-_LARGE: Final = 1024  # rows of a tile on average
+_MOST_PLANS: Final = 64  # more sizes than masks without documents have; documents bring new ones with every batch
 _FOR_SQUARES: Final = ("cudnn", "flash3", "flash4", "flash2", "flash", "cpu", "triton", "eager")
 _FOR_ANYTHING: Final = ("flash3", "flash2", "flash", "flash4", "cudnn", "cpu", "triton", "eager")
 _FORWARD_ON_HOPPER: Final = ("flash3", "triton", *_FOR_ANYTHING)
@@ -83,15 +85,32 @@ def choose(
     names: tuple[str, ...], tiles: tuple[Tile, ...], q: Tensor, *, is_backward: bool = False
 ) -> Returning | InPlace:
     """Return the serving kernel for a hop's tiles."""
-    if "cpu" in names and is_slow_at(tiles, q):
-        names = tuple(name for name in names if name != "cpu") or names
-    are_worth_a_call = len(tiles) <= _FEW or sum(tile.num_rows for tile in tiles) >= _LARGE * len(tiles)
-    if are_worth_a_call and all(map(_is_square, tiles)):
+    if len(names) == 1:
+        return KERNELS[names[0]]
+    left_out = {"cpu"} if "cpu" in names and is_slow_at(tiles, q) else set[str]()
+    if len(tiles) <= _FEW and all(map(_is_square, tiles)):
         order = _FOR_SQUARES
+        if "cudnn" in names and not _is_planned(tiles, q, is_backward=is_backward):
+            left_out.add("cudnn")
     else:
         is_hopper = rules_of(q.device).capability[0] == _HOPPER
         order = _FORWARD_ON_HOPPER if is_hopper and not is_backward else _FOR_ANYTHING
-    return KERNELS[next(name for name in order if name in names)]
+    if is_backward and torch.are_deterministic_algorithms_enabled():
+        left_out.add("cudnn")  # its operator does not ask for that mode
+    able = [name for name in order if name in names]
+    return KERNELS[next((name for name in able if name not in left_out), able[0])]
+
+
+_planned: Final[set[tuple[Any, ...]]] = set()  # sizes that this process has given to cuDNN
+
+
+def _is_planned(tiles: tuple[Tile, ...], q: Tensor, *, is_backward: bool) -> bool:
+    """Return whether cuDNN has a plan for each of these tiles, or room for another."""
+    sizes = {(*q.shape[:2], tile.num_rows, tile.num_keys, tile.is_full, is_backward) for tile in tiles}
+    if len(_planned | sizes) > _MOST_PLANS:
+        return False
+    _planned.update(sizes)
+    return True
 
 
 def _is_square(tile: Tile) -> bool:

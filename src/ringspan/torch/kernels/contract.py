@@ -1,6 +1,6 @@
 """Inputs and outputs of a local attention kernel."""
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -48,9 +48,10 @@ class Kernel(Protocol):
         ...
 
 
-@runtime_checkable
 class Returning(Kernel, Protocol):
     """A kernel that returns the partial of a launch, and its share of the gradients."""
+
+    adds_in_place: Literal[False]
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores
@@ -61,9 +62,10 @@ class Returning(Kernel, Protocol):
     ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
-@runtime_checkable
 class InPlace(Kernel, Protocol):
     """A kernel that adds to the running out and lse, and to the running dq, dk and dv, all float32."""
+
+    adds_in_place: Literal[True]
 
     def forward_into(
         self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores, out: Tensor, lse: Tensor

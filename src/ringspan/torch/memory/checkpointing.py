@@ -1,11 +1,13 @@
 """Activation checkpointing: what a layer keeps for backward and what it recomputes."""
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
 
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
@@ -17,9 +19,9 @@ from ringspan.torch.attention import traced  # noqa: F401 - it registers the ope
 from ringspan.torch.layers.decoder import decoder_of, head_counts, head_sizes, layers_of
 from ringspan.torch.layers.modules import Mixin, mix_in
 from ringspan.torch.memory.offload import Store
-from ringspan.torch.memory.segments import RING, Segments, checkpointed
+from ringspan.torch.memory.segments import Segments
 
-LAYER: Final = torch.ops.ringspan.layer_attention.default
+_LAYER: Final = torch.ops.ringspan.layer_attention.default
 
 
 def layer_sizes(config: PreTrainedConfig, tp: int = 1) -> LayerSizes:
@@ -109,27 +111,31 @@ def checkpoint_layers(
         return
     options: dict[str, Any] = {"use_reentrant": False}
     if policy == "attention":
-        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_attention)
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_layer_attention)
     decoder: Any = decoder_of(model)
     checkpoint_all(decoder, options)
     layers: list[Any] = [*layers_of(decoder).values()]
     for module in decoder.modules():
         if isinstance(module, GradientCheckpointingLayer) and module not in layers:  # it is computed again with its own
             module.gradient_checkpointing = False
-    # FSDP gathers a block that layers share by itself, and not as often when a layer is computed again: torch's own
-    # selective checkpointing, which sees every operator, takes that for another computation. Ours sees the ring's.
-    parts = [id(part) for layer in layers for part in layer.modules()]
-    has_shared_blocks = policy == "attention" and len(set(parts)) < len(parts)
-    if offload == "none" and layers_per_checkpoint == 1 and not has_shared_blocks:
-        for layer in layers:
-            layer._gradient_checkpointing_func = partial(checkpointed, **options)
-        return
     store = Store() if offload == "activations" else Store(min_bytes=sys.maxsize)
     segments = Segments(layers_per_checkpoint, store, keeps_attention=policy == "attention")
-    # transformers gives each layer a function that checkpoints it; ours puts several layers behind one input.
+    # transformers gives each layer a function that checkpoints it; ours puts several layers behind one input. Layers by
+    # themselves share one, since torch.compile would make a program for each.
+    shared = partial(_checkpoint, partial(segments.checkpoint, decoder), options)
     for layer in layers:
-        layer._gradient_checkpointing_func = partial(segments.checkpoint, layer)
+        is_shared = offload == "none" and layers_per_checkpoint == 1
+        layer._gradient_checkpointing_func = shared if is_shared else partial(segments.checkpoint, layer)
     mix_in(decoder, _InSegments, activation_segments=segments)
+
+
+def _checkpoint(
+    checkpoint: Callable[..., Any], in_programs: dict[str, Any], function: Callable[..., Any], *args: Any
+) -> Any:
+    """Checkpoint a layer, under torch.compile by its own way to keep an operator's result."""
+    if torch.compiler.is_compiling():
+        return torch_checkpoint(function, *args, **in_programs)
+    return checkpoint(function, *args)
 
 
 def checkpoint_all(model: Any, options: dict[str, Any]) -> None:
@@ -153,5 +159,5 @@ class _InSegments(Mixin):
             return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _keep_attention(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    return CheckpointPolicy.MUST_SAVE if operator in (RING, LAYER) else CheckpointPolicy.PREFER_RECOMPUTE
+def _keep_layer_attention(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator == _LAYER else CheckpointPolicy.PREFER_RECOMPUTE

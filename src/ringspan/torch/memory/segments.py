@@ -6,26 +6,23 @@ forward pass of all but every k-th layer. Kept ring results spare the ring in it
 """
 
 from collections.abc import Callable, Generator, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from traceback import walk_tb
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.attention import op  # noqa: F401 - it registers the operator named below
+from ringspan.torch.attention.op import handling
 from ringspan.torch.layers.modules import autocast_now, hidden_of
 from ringspan.torch.memory.offload import Store
-
-RING: Final = torch.ops.ringspan.ring_attention.default
 
 
 class Segments:
@@ -57,7 +54,7 @@ class Segments:
         kept: list[tuple[Any, ...]] = []
         options: dict[str, Any] = {"use_reentrant": False}
         if self._keeps_attention:
-            options["context_fn"] = lambda: (_Keep(self._store, kept), _Replay(self._store, kept))
+            options["context_fn"] = lambda: (_keeping(self._store, kept), _replaying(self._store, kept))
         if self._size == 1:
             return checkpointed(function, *args, **options)
         segment = self._segment
@@ -85,8 +82,6 @@ def checkpointed(function: Callable[..., Any], *args: Any, **options: Any) -> An
 
     Until torch 2.12 they live as long as the exception, and later passes would recompute from the failed layer.
     """
-    if torch.compiler.is_compiling():  # a program has no exceptions
-        return checkpoint(function, *args, **options)
     try:
         return checkpoint(function, *args, **options)
     except BaseException as error:
@@ -115,7 +110,7 @@ class _Call:
             stack.enter_context(self.surroundings())
             # The ring does not run again: its results are kept, and every rank would have to come here at once.
             if self.kept:
-                stack.enter_context(_Replay(self.store, list(self.kept), again=True))
+                stack.enter_context(_replaying(self.store, list(self.kept), again=True))
             return hidden_of(self.function(hidden, *self.others))
 
 
@@ -187,28 +182,24 @@ def _surroundings(hidden: Tensor) -> Callable[[], Any]:
     return surroundings
 
 
-class _Keep(TorchDispatchMode):
-    def __init__(self, store: Store, kept: list[tuple[Any, ...]]) -> None:
-        super().__init__()
-        self._store, self._kept = store, kept
+def _keeping(store: Store, kept: list[tuple[Any, ...]]) -> AbstractContextManager[None]:
+    """Keep the ring's results in a store while active."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func == RING:
-            self._kept.append(tuple(self._store.put(x.detach()) for x in result))
+    def keep(compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        result = compute()
+        kept.append(tuple(store.put(x.detach()) for x in result))
         return result
 
+    return handling(keep)
 
-class _Replay(TorchDispatchMode):
-    def __init__(self, store: Store, kept: list[tuple[Any, ...]], *, again: bool = False) -> None:
-        super().__init__()
-        self._store, self._kept, self._again = store, kept, again
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func != RING:
-            return func(*args, **(kwargs or {}))
-        if not self._kept:
-            raise RuntimeError(
-                "layers that are offloaded or in segments can be differentiated once; compute the loss again"
-            )
-        return tuple(self._store.get(x, again=self._again) for x in self._kept.pop(0))
+def _replaying(store: Store, kept: list[tuple[Any, ...]], *, again: bool = False) -> AbstractContextManager[None]:
+    """Give kept results of the ring in place of new ones while active."""
+
+    def replay(compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        if not kept:
+            raise RuntimeError("checkpointed layers can be differentiated once; compute the loss again")
+        out, lse = (store.get(x, again=again) for x in kept.pop(0))
+        return out, lse
+
+    return handling(replay)

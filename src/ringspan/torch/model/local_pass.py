@@ -79,7 +79,9 @@ class Packed:
     def __init__(
         self, model: Any, lengths: Tensor | None, positions: Tensor, blocks: Sequence[Blocks] | None = None
     ) -> None:
-        self.lengths, self.positions = lengths, positions
+        # On the CPU: each compiled layer reads them, and would wait for the device.
+        self.lengths = lengths = None if lengths is None else lengths.cpu()
+        self.positions = positions
         self.split: BatchLayout | None = None
         """Where that is not the model's named one on as many tokens."""
         if model.ring_layout == "balanced" and lengths is not None:

@@ -134,7 +134,7 @@ def join(folder: str | None = None, *, timeout: timedelta | None = None) -> None
         torch.cuda.set_device(device)
     if folder is None:
         with _said_while_waiting():
-            dist.init_process_group(backend, timeout=timeout)
+            dist.init_process_group(backend, timeout=timeout, **_nccl(device))
         return
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -144,7 +144,18 @@ def join(folder: str | None = None, *, timeout: timedelta | None = None) -> None
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=timedelta(minutes=10),
+        **_nccl(device),
     )
+
+
+def _nccl(device: torch.device) -> dict[str, Any]:
+    """Return what NCCL is told of a rank: its device, and that messages go before kernels that wait for blocks."""
+    return {"device_id": device, "pg_options": urgent()} if device.type == "cuda" else {}
+
+
+def urgent() -> Any:
+    """Return NCCL's options with streams of high priority: else a message waits until attention leaves room for it."""
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @contextmanager

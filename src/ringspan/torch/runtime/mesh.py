@@ -1,7 +1,7 @@
 """The device mesh: replicas of a ring of tensor-parallel groups, ``world size = replicate x ring x tp``."""
 
 import os
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ringspan.core.errors import ConfigError, PeerMismatch
 from ringspan.torch.runtime.environment import is_rank
-from ringspan.torch.runtime.launch import join, local_device
+from ringspan.torch.runtime.launch import join, local_device, urgent
 from ringspan.torch.runtime.timeout import set_timeout, take_timeout
 
 AXES: Final = "replicate", "ring", "tp"
@@ -62,7 +62,10 @@ def _check_alike(asked: dict[str, int]) -> None:
 def make_mesh(device_type: str, replicate: int, ring: int, tp: int) -> DeviceMesh:
     """Make a mesh over all ranks of the default process group; ``tp`` only if above 1."""
     sizes = (replicate, ring) if tp == 1 else (replicate, ring, tp)
-    mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES[: len(sizes)])
+    # The default group is a ring's own where it has all ranks; others would have NCCL's plain options.
+    is_part = dist.get_backend() == "nccl" and 1 < ring < dist.get_world_size()
+    urgently: Any = {"backend_override": {"ring": ("nccl", urgent())}} if is_part else {}
+    mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES[: len(sizes)], **urgently)
     take_timeout(mesh)
     flatten_weights(mesh)
     return mesh

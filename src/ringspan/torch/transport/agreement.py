@@ -17,6 +17,8 @@ from ringspan.torch.transport.collectives import gather
 from ringspan.torch.transport.queue import SharedQueues
 
 _KNOWN_FACTS: Final = 4096  # sets of facts remembered for a group; packed batches bring new ones with every step
+OF_BATCH: Final = frozenset({"layout", "keys' layout", "queries", "keys", "values", "length", "mask"})
+"""Facts that follow from a batch."""
 
 
 @dataclass
@@ -24,6 +26,8 @@ class _Group:
     """A group's agreed and current facts, and its shared-memory queues."""
 
     known: OrderedDict[tuple[Any, ...], None] = field(default_factory=OrderedDict)
+    others: set[tuple[Any, ...]] = field(default_factory=set)
+    """Agreed facts but for those ``OF_BATCH``."""
     facts: dict[str, Any] = field(default_factory=dict)
     queues: SharedQueues | None = None
     is_passing: threading.Lock = field(default_factory=threading.Lock)
@@ -39,6 +43,7 @@ class _Answer(NamedTuple):
 
 
 _groups: WeakKeyDictionary[dist.ProcessGroup, _Group] = WeakKeyDictionary()
+_compared: Final[list[dist.ProcessGroup]] = []
 
 
 def queues_of(group: dist.ProcessGroup) -> SharedQueues | None:
@@ -68,13 +73,29 @@ def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
     key = tuple(facts.items())
     if key in here.known:
         return
-    _compare(group, here)
+    others = tuple(fact for fact in facts.items() if fact[0] not in OF_BATCH)
+    if others not in here.others or group not in _compared:
+        _compare(group, here)
     # After the first comparison: all ranks are here now, which making queues takes.
     if here.queues is None and dist.get_backend(group) == "gloo":
         here.queues = SharedQueues(group, timeout_seconds(group, torch.device("cpu")))
+    here.others.add(others)
     here.known[key] = None
     if len(here.known) > _KNOWN_FACTS:  # on all ranks alike, since they agree on the order
         here.known.popitem(last=False)
+
+
+@contextmanager
+def compared_batch(group: dist.ProcessGroup) -> Iterator[None]:
+    """Agree without asking, while active, on what differs from earlier calls over a group only by the batch.
+
+    For a pass whose batch all ranks have compared: a step of new documents then costs no comparison of its masks.
+    """
+    _compared.append(group)
+    try:
+        yield
+    finally:
+        _compared.pop()
 
 
 def compare_refused(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:

@@ -1,5 +1,7 @@
 """PyTorch's CPU flash attention: FULL, causal and anticausal tiles, grouped heads as they are."""
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -34,6 +36,7 @@ class CpuFlash:
 
     name = "cpu"
     memory = Memory()
+    adds_in_place: Literal[False] = False
 
     def why_not(self, q: Tensor, v: Tensor, scores: Scores) -> str | None:
         if q.device.type != "cpu":

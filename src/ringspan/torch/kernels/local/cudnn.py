@@ -1,6 +1,6 @@
 """cuDNN's attention as PyTorch calls it: FULL and square causal tiles in half precision."""
 
-from typing import Final
+from typing import Final, Literal
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ class Cudnn:
 
     name = "cudnn"
     memory = FOR_TENSOR_CORES
+    adds_in_place: Literal[False] = False
 
     def __init__(self) -> None:
         self._thin = Eager()

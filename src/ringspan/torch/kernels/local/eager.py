@@ -10,7 +10,7 @@ heads of one sequence at a time, n rows, m keys.
 from collections.abc import Iterator
 from itertools import pairwise
 from math import gcd, log
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,6 +34,7 @@ class Eager:
 
     name = "eager"
     memory = ANY
+    adds_in_place: Literal[True] = True
 
     def why_not(self, q: Tensor, v: Tensor, scores: Scores) -> str | None:
         return None

@@ -7,7 +7,7 @@ other (varlen), and return the natural log-sum-exp. B batch, H query heads, G ke
 from functools import lru_cache
 from importlib import import_module
 from itertools import groupby
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -65,6 +65,7 @@ class Flash:
     """Any tile in half precision on CUDA; adjacent tiles with the same window are one call."""
 
     memory = FOR_TENSOR_CORES
+    adds_in_place: Literal[False] = False
 
     def __init__(self, name: str, calls: Calls) -> None:
         self.name, self._calls = name, calls

@@ -1,5 +1,7 @@
 """Our own kernel for what the others do not serve: any tiles of a hop in one launch, added up in place."""
 
+from typing import Literal
+
 from torch import Tensor
 
 from ringspan.core.geometry.tile import Tile
@@ -20,6 +22,7 @@ class TritonAttention:
 
     name = "triton"
     memory = Memory()
+    adds_in_place: Literal[True] = True
 
     def why_not(self, q: Tensor, v: Tensor, scores: Scores) -> str | None:
         is_interpreted = q.device.type == "cpu" and support.interprets_triton()

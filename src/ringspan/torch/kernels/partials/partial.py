@@ -25,18 +25,18 @@ class Partial:
             self._out = self._out.transpose(1, 2)
         self._rows = WrittenRows(out.shape[2])
 
-    def merge(self, start: int, stop: int, out: Tensor, lse: Tensor) -> None:
-        """Merge the partial of rows [start, stop); out 0 and lse -inf where a row saw nothing."""
-        mine, mine_lse = self._out[:, :, start:stop], self._lse[:, :, start:stop]
-        missing = self._rows.touch(start, stop)
+    def merge(self, rows: slice, out: Tensor, lse: Tensor) -> None:
+        """Merge the partial of rows; out 0 and lse -inf where a row saw nothing."""
+        mine, mine_lse = self._out[:, :, rows], self._lse[:, :, rows]
+        missing = self._rows.touch(rows)
         # Rows that nothing has been written to take the partial as it is; where only some have been, the others become
         # the partial of no keys, which merges like any other.
-        if missing == stop - start:
+        if missing == rows.stop - rows.start:
             mine.copy_(out)
             mine_lse.copy_(lse)
             return
         if missing:
-            self.running(start, stop)
+            self.running(rows)
         if runs_triton(mine):
             from ringspan.torch.kernels.partials import triton_merge
 
@@ -44,11 +44,12 @@ class Partial:
         else:
             merge_into(mine, mine_lse, out, lse)
 
-    def running(self, start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """Return the running out and lse of rows [start, stop), for a kernel that adds in place."""
-        for first, last in self._rows.fill(start, stop):
-            self._clear_rows(first, last)
-        return self._out[:, :, start:stop], self._lse[:, :, start:stop]
+    def running(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Return the running out and lse of rows, for a kernel that adds in place."""
+        for start, stop in self._rows.fill():
+            self._out[:, :, start:stop].zero_()
+            self._lse[:, :, start:stop].fill_(-torch.inf)
+        return self._out[:, :, rows], self._lse[:, :, rows]
 
     def finish(self, sinks: Tensor | None = None) -> None:
         """Leave the result in ``out`` and ``lse``; a row that saw nothing has out 0 and lse -inf.
@@ -56,7 +57,7 @@ class Partial:
         ``sinks`` (H,) are logits that take their share of each row's softmax and add nothing to its output: with the
         lse of the keys alone, ``lse' = logaddexp(lse, sink)`` and ``out' = exp(lse - lse') out``.
         """
-        self._clear()
+        self.running(slice(0, self._out.shape[2]))
         if sinks is not None:
             total = torch.logaddexp(self._lse, sinks.to(self._lse.dtype)[:, None])
             share = (self._lse - total).exp_().masked_fill_(total == -torch.inf, 1)  # no key and no sink: out stays 0
@@ -64,12 +65,3 @@ class Partial:
             self._lse.copy_(total)
         if self._out is not self._result:
             self._result.copy_(self._out)
-
-    def _clear(self) -> None:
-        """Set rows that have seen nothing to the empty partial."""
-        for start, stop in self._rows.fill():
-            self._clear_rows(start, stop)
-
-    def _clear_rows(self, start: int, stop: int) -> None:
-        self._out[:, :, start:stop].zero_()
-        self._lse[:, :, start:stop].fill_(-torch.inf)

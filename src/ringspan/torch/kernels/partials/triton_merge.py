@@ -7,8 +7,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ringspan.gpu.support import OF_BATCH, OF_ROWS
 
-@triton.jit
+
+@triton.jit(do_not_specialize=OF_BATCH, do_not_specialize_on_alignment=OF_ROWS)
 def _merge(
     out, lse, new_out, new_lse,
     rows, size, heads,

@@ -9,20 +9,24 @@ class WrittenRows:
     """Rows of an uninitialised tensor, none of them written yet."""
 
     def __init__(self, count: int) -> None:
+        self._missing = count
         self._written = np.zeros(count, dtype=np.bool_)
 
-    def touch(self, start: int, stop: int) -> int:
-        """Return the number of unwritten rows in [start, stop); if not all of them, ``fill`` before adding."""
-        before = int(np.count_nonzero(self._written[start:stop]))
-        if before in (0, stop - start):
-            self._written[start:stop] = True
-        return stop - start - before
+    def touch(self, rows: slice) -> int:
+        """Return the number of unwritten rows; if not all of them, ``fill`` before adding."""
+        if not self._missing:
+            return 0
+        count = rows.stop - rows.start
+        missing = count - int(np.count_nonzero(self._written[rows]))
+        if missing == count:
+            self._written[rows] = True
+            self._missing -= count
+        return missing
 
-    def fill(self, start: int = 0, stop: int | None = None) -> Ranges:
-        """Return the unwritten ranges within [start, stop), for neutral numbers, and mark them written."""
-        written = self._written[start:stop]
-        if written.all():
-            return ()
-        edges = np.flatnonzero(np.diff(np.concatenate(([True], written, [True])))) + start
-        written[:] = True
+    def fill(self) -> Ranges:
+        """Return all unwritten ranges, for neutral numbers, and mark them written."""
+        missing, self._missing = self._missing, 0
+        if missing in (0, self._written.size):  # without a search, which takes longer than to start a kernel
+            return ((0, missing),) if missing else ()
+        edges = np.flatnonzero(np.diff(np.concatenate(([True], self._written, [True]))))
         return tuple((int(first), int(last)) for first, last in edges.reshape(-1, 2))

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOut
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.names import BatchLayoutName, ReductionName
 from ringspan.torch.consistency.fixed import Fixed
-from ringspan.torch.consistency.forward import check_forward, in_pass, recovering
+from ringspan.torch.consistency.forward import agreeing, check_forward, in_pass, recovering
 from ringspan.torch.consistency.loop_watch import watch_backward
 from ringspan.torch.data.batch import SHARDED
 from ringspan.torch.data.batch_layout import BatchLayout, Unsharded
@@ -107,7 +107,7 @@ class RingCausalLM(Saved, Fixed):
         with in_pass(self, asked.value):
             bind = partial(self.ring_bind, args, kwargs)
             kwargs = check_forward(self, bind, partial(_check_asked, self), asked.value)
-            with recovering(self):
+            with recovering(self), agreeing(self, kwargs):
                 return with_shards(self, call(**kwargs))
 
     def ring_bind(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.BoundArguments:

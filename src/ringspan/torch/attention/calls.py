@@ -1,0 +1,63 @@
+"""Calls that a rank makes of its kernels in a pass: worked out once for a schedule, since all layers of a step ask."""
+
+from collections.abc import Hashable
+from typing import Final, NamedTuple
+from weakref import WeakKeyDictionary
+
+from torch import Tensor
+
+from ringspan.core.geometry.ranges import Ranges, offset
+from ringspan.core.schedule.kernel_launches import KernelLaunch, within_ranges
+from ringspan.core.schedule.schedule import Hop, Schedule
+from ringspan.torch import kernels
+from ringspan.torch.kernels.contract import InPlace, Returning
+from ringspan.torch.kernels.device import rules_of
+
+
+class Call(NamedTuple):
+    """A launch, and where its rows and keys, and the sums that it adds to, are stored."""
+
+    launch: KernelLaunch
+    rows: slice
+    keys: slice
+    sums: slice
+    """Rows of the partial in forward, keys of dk and dv in backward."""
+
+
+Calls = tuple[Returning | InPlace, tuple[Call, ...]]
+"""A hop's kernel, and the calls of it."""
+
+_known: Final[WeakKeyDictionary[Schedule, dict[Hashable, tuple[Calls, ...]]]] = WeakKeyDictionary()
+
+
+def calls_of(schedule: Schedule, serving: tuple[str, ...], q: Tensor, *, is_backward: bool) -> tuple[Calls, ...]:
+    """Return the calls of each hop for queries like ``q``, by one of the serving kernels."""
+    able = tuple(kernels.KERNELS[name] for name in serving)
+    key = able, rules_of(q.device), q.device, q.dtype, q.shape[1], is_backward
+    known = _known.setdefault(schedule, {})
+    if key not in known:
+        known[key] = tuple(_calls(schedule, hop, serving, q, is_backward=is_backward) for hop in schedule.hops)
+    return known[key]
+
+
+def _calls(schedule: Schedule, hop: Hop, serving: tuple[str, ...], q: Tensor, *, is_backward: bool) -> Calls:
+    block = hop.arrives.ranges if hop.index else None
+    passes_queries = schedule.passes_queries and not is_backward
+    sums = block and (hop.gradient if is_backward else hop.gradient_to_owner if passes_queries else None)
+    kernel = kernels.choose(serving, hop.bands, q, is_backward=is_backward)
+    cuts = (ranges for ranges in (block, sums if is_backward else None) if ranges is not None)
+    return kernel, tuple(
+        Call(
+            one,
+            _stored(block if passes_queries else None, one.q0, one.q1),
+            _stored(None if passes_queries else block, one.k0, one.k1),
+            _stored(sums, *((one.k0, one.k1) if is_backward else (one.q0, one.q1))),
+        )
+        for one in within_ranges(kernel.launches, hop.bands, *cuts, passes_queries=passes_queries)
+    )
+
+
+def _stored(ranges: Ranges | None, start: int, stop: int) -> slice:
+    """Return where tokens [start, stop) lie among packed ranges; at their own place if nothing is packed."""
+    first = start if ranges is None else offset(ranges, start)
+    return slice(first, first + stop - start)
