@@ -15,6 +15,7 @@ from torch.library import Library
 
 from ringspan.gpu.support import is_installed
 
+OF_CUDA = ("cudnn", "flash", "flash2", "flash3", "flash4")
 _CALLS: list[str] = []
 
 

@@ -3,7 +3,7 @@ memory.
 """
 
 import sys
-from itertools import product
+from itertools import cycle, product
 from types import ModuleType
 from typing import Any
 
@@ -69,7 +69,7 @@ def test_loss_and_gradients_are_those_of_whole_logits():
         check(dtype, BOUNDS[dtype], dict(zip(("chunk_tokens", "chunk_vocabulary"), chunks, strict=True)), extras)
 
 
-@pytest.mark.parametrize(("chunks", "extras", "dtype"), pairwise(CHUNKS, EXTRAS, list(BOUNDS)))
+@pytest.mark.parametrize(("chunks", "extras", "dtype"), zip(CHUNKS, EXTRAS, cycle(BOUNDS), strict=False))
 def test_the_loss_of_each_token_and_any_function_of_it(chunks, extras, dtype):
     bound = BOUNDS[dtype]
     inputs, targets = example(dtype)
@@ -179,6 +179,12 @@ def test_memory_is_that_of_one_block_at_any_length(chunk_tokens, chunk_vocabular
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"chunk_tokens": 2.5}, r"loss_chunk_tokens must be an integer, got 2\.5"),
+        ({"chunk_tokens": True}, "loss_chunk_tokens must be an integer, got True"),
+        ({"chunk_vocabulary": "8"}, r"loss_chunk_vocabulary must be an integer, got '8' \(str\); None is for all"),
+        ({"z_loss": "1"}, "z_loss must be a plain number, got '1'"),
+        ({"z_loss": float("inf")}, "z_loss must be finite, got inf"),
+        ({"logit_scale": torch.tensor(2.0)}, "logit_scale must be a plain number, got"),
         ({"chunk_tokens": 0}, "loss_chunk_tokens"),
         ({"chunk_vocabulary": 0}, "loss_chunk_vocabulary"),
         ({"z_loss": -1.0}, "z_loss"),
