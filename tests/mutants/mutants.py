@@ -371,7 +371,7 @@ MUTANTS = [
         "core/schedule/kernel_launches.py",
         "shift = tile.num_keys - tile.num_rows",
         "shift = 0",
-        "torch/kernels/test_kernels.py::test_a_band_is_a_window_from_the_last_corner",
+        "torch/kernels/test_kernels.py::test_any_mask_through_the_kernels_of_cuda[flash]",
     ),
     Mutant(
         "window with more rows than keys given to FlashAttention 2 as it is",
