@@ -1,5 +1,8 @@
 """Tiny random Hugging Face models and the single-process truth about them."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -125,6 +128,19 @@ def kept_bytes(module: Any, hidden: Tensor) -> int:
         total = sum(kept.values())
     out.sum().backward()
     return total
+
+
+@contextmanager
+def logged(name: str = "ringspan") -> Iterator[list[str]]:
+    """The messages of a logger meanwhile, on a rank of the pool too."""
+    lines: list[str] = []
+    logger, handler = logging.getLogger(name), logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
 
 
 def relative(x: Tensor, expected: Tensor) -> float:

@@ -3,6 +3,7 @@ memory.
 """
 
 import sys
+from functools import partial
 from itertools import cycle, product
 from types import ModuleType
 from typing import Any
@@ -147,27 +148,13 @@ def test_a_second_backward_pass_is_refused():
 )
 def test_memory_is_that_of_one_block_at_any_length(chunk_tokens, chunk_vocabulary, dtype, softcap):
     vocabulary, size = 16384, 48
-    expected = loss_bytes(
-        size,
-        vocabulary,
-        dtype.itemsize,
-        chunk_tokens=chunk_tokens,
-        chunk_vocabulary=chunk_vocabulary,
-        softcap=softcap is not None,
-    ).peak
+    chunks = {"chunk_tokens": chunk_tokens, "chunk_vocabulary": chunk_vocabulary}
+    expected = loss_bytes(size, vocabulary, dtype.itemsize, **chunks, softcap=softcap is not None).peak
     beside = []
     for tokens in (1024, 2000):
         (hidden, weight, _), targets = example(dtype, tokens, size, vocabulary, "none", with_bias=False)
-        held = allocated_bytes(
-            lambda hidden=hidden, weight=weight, targets=targets: rs.blockwise_cross_entropy(
-                hidden,
-                weight,
-                targets,
-                chunk_tokens=chunk_tokens,
-                chunk_vocabulary=chunk_vocabulary,
-                softcap=softcap,
-            ).backward()
-        )
+        loss = partial(rs.blockwise_cross_entropy, hidden, weight, targets, softcap=softcap, **chunks)
+        held = allocated_bytes(lambda loss=loss: loss().backward())
         beside.append(held - hidden.nbytes)
         # Where the processor has no instructions for bfloat16, a product holds its result in float32 too.
         rows, columns = hidden[:chunk_tokens].detach(), weight[:chunk_vocabulary].detach().T
