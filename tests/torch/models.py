@@ -8,12 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     PretrainedConfig,
 )
+
+import ringspan as rs
 
 _SIZES = {
     "vocab_size": 97,
@@ -111,6 +115,34 @@ def build(kind: str, seed: int = 0, **changes: Any) -> Any:
 
 def tokens(batch: int, length: int, seed: int = 1) -> Tensor:
     return torch.randint(0, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def whole(gradient: Tensor) -> Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def whole_gradients(model: Any) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()}
+
+
+def step(model: Any, mesh: DeviceMesh | None = None, length: int = 37) -> Any:
+    """Loss and gradients of a model on one process, or on the ring of a mesh."""
+    ids = tokens(1, length)
+    batch = {"input_ids": ids, "labels": ids}
+    loss = model(**(rs.shard_batch(batch, mesh) if mesh else batch)).loss
+    loss.backward()
+    return loss.detach(), whole_gradients(model)
+
+
+def check(results: list[Any], expected: Any, limits: tuple[float, float] = (1e-6, 1e-5)) -> None:
+    """Each rank's loss and gradients are those expected, within a limit each."""
+    for loss, gradients in results:
+        assert relative(loss, expected[0]) < limits[0]
+        assert gradients.keys() == expected[1].keys()
+        for name, gradient in expected[1].items():
+            assert (gradients[name] is None) == (gradient is None), name
+            assert gradient is None or relative(gradients[name], gradient) < limits[1], name
+            assert gradient is None or gradients[name].dtype == gradient.dtype, name
 
 
 def kept_bytes(module: Any, hidden: Tensor) -> int:

@@ -20,19 +20,7 @@ import ringspan as rs
 from ringspan.torch.model.support import refuse_unsupported
 from ringspan.torch.tensor_parallel.split import refuse_split
 from tests.cases import long
-from tests.torch.layers.blockwise.test_head import check, one_step
-from tests.torch.models import build, relative, tokens
-from tests.torch.test_parallelize import whole_gradients
-
-LENGTH = 37
-
-
-def step(model: Any, mesh: DeviceMesh | None = None) -> Any:
-    ids = tokens(1, LENGTH)
-    batch = {"input_ids": ids, "labels": ids}
-    loss = model(**(rs.shard_batch(batch, mesh) if mesh else batch)).loss
-    loss.backward()
-    return loss.detach(), loss.detach(), whole_gradients(model)
+from tests.torch.models import build, check, relative, step
 
 
 def set_data(model: Any) -> None:
@@ -73,10 +61,7 @@ CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "checkpointing": (lambda model: model.gradient_checkpointing_enable(), "parallelize(checkpoint='attention')"),
     "no checkpointing": (lambda model: model.gradient_checkpointing_disable(), "parallelize(checkpoint='attention')"),
-    "new head": (
-        lambda model: setattr(model, "lm_head", nn.Linear(64, 97)),
-        "changed after parallelize (lm_head)",
-    ),
+    "new head": (lambda model: setattr(model, "lm_head", nn.Linear(64, 97)), "changed after parallelize (lm_head)"),
     "new parameter": (
         lambda model: model.model.layers[1].mlp.register_parameter("extra", nn.Parameter(torch.zeros(3))),
         "changed after parallelize (model.layers.1.mlp)",
@@ -121,8 +106,8 @@ def written(mesh: DeviceMesh | None) -> Any:
 
 
 def test_weights_that_are_written_where_they_are_count(pool):
-    loss, _, gradients = written(None)
-    plain = one_step("llama", "as it is")
+    loss, gradients = written(None)
+    plain = step(build("llama"))
     assert relative(loss, plain[0]) > 1e-4
     check(pool.run(written, 2), (loss, gradients))
 
@@ -134,7 +119,7 @@ def resized(mesh: DeviceMesh | None = None) -> Any:
 
 
 def test_embeddings_resized_before_are_as_on_one_process(pool):
-    loss, _, gradients = resized()
+    loss, gradients = resized()
     assert gradients["lm_head.weight"].shape == (120, 64)
     check(pool.run(resized, 2), (loss, gradients))
 
@@ -201,7 +186,7 @@ def padded(mesh: DeviceMesh | None = None) -> Any:
 
 
 def test_a_row_that_pads_gets_no_gradient(pool):
-    loss, _, gradients = padded()
+    loss, gradients = padded()
     assert not gradients["model.embed_tokens.weight"][5].any()
     check(pool.run(padded, 2), (loss, gradients))
 
@@ -239,8 +224,8 @@ PLACES = [
 
 @pytest.mark.parametrize(("where", "after"), [*zip(PLACES, cycle([False, True])), ("lm_head", True)])
 def test_hooks_do_what_they_do_on_one_process(pool, where, after):
-    loss, _, gradients = hooked(None, where, after)
-    plain = one_step("llama", "as it is")
+    loss, gradients = hooked(None, where, after)
+    plain = step(build("llama"))
     names = gradients.keys()
     assert relative(loss, plain[0]) > 1e-6 or any(relative(gradients[n], plain[1][n]) > 1e-3 for n in names)
     check(pool.run(hooked, 2, where, after), (loss, gradients))
@@ -279,7 +264,7 @@ def checkpointed_before(mesh: DeviceMesh, checkpoint: Any) -> Any:
 
 
 def test_checkpointing_that_was_on_before_gives_way_or_is_refused(pool):
-    check(pool.run(checkpointed_before, 2, "attention"), one_step("llama", "as it is"))
+    check(pool.run(checkpointed_before, 2, "attention"), step(build("llama")))
     for outcome in pool.outcomes(checkpointed_before, 2, "none"):
         assert isinstance(outcome, rs.ConfigError) and "gradient_checkpointing_disable()" in str(outcome)
 
@@ -298,7 +283,7 @@ def compiled_in_place(mesh: DeviceMesh, after: bool) -> Any:
 
 @pytest.mark.parametrize("after", [*long(False), True], ids=["before", "after"])
 def test_a_model_compiled_in_place_computes_the_same(pool, after):
-    check(pool.run(compiled_in_place, 1, after), one_step("llama", "as it is"))
+    check(pool.run(compiled_in_place, 1, after), step(build("llama")))
 
 
 class BatchNormed(nn.Module):
@@ -337,5 +322,5 @@ def test_layers_that_change_their_buffers_raise(pool, how, name, checkpoint):
 
 @pytest.mark.parametrize("how", ["batch norm", "spectral norm"])
 def test_buffers_that_stay_are_those_of_one_process(pool, how):
-    loss, _, gradients = with_buffers(None, how, "none", True)
+    loss, gradients = with_buffers(None, how, "none", True)
     check(pool.run(with_buffers, 2, how, "attention", True), (loss, gradients))

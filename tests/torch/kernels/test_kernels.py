@@ -14,7 +14,6 @@ from ringspan.core.geometry.tile import Tile
 from ringspan.core.names import LAYOUT_NAMES
 from ringspan.core.schedule.kernel_launches import (
     KernelLaunch,
-    Window,
     bands,
     chains,
     pieces,
@@ -70,24 +69,6 @@ def test_however_tiles_are_grouped_each_pair_is_computed_once(layout, mask):
         for launch in squares(tiles):
             tile = launch.tile
             assert tile.is_full or (tile.num_rows == tile.num_keys and (tile.is_causal or tile.is_anticausal))
-
-
-@given(layouts, masks)
-@examples(100)
-def test_a_band_is_a_window_from_the_last_corner(layout, mask):
-    for tile in (
-        tile for rank in range(layout.ranks) for hop in make_schedule(layout, mask, rank).hops for tile in hop.bands
-    ):
-        window, shift = Window.of(tile), tile.num_keys - tile.num_rows
-        assert min(window) >= -1
-        inside = [
-            (tile.q0 + i, tile.k0 + j)
-            for i in range(tile.num_rows)
-            for j in range(tile.num_keys)
-            if (window.right < 0 or j - i - shift <= window.right)
-            and (window.left < 0 or j - i - shift >= -window.left)
-        ]
-        assert inside == pairs([tile])
 
 
 @pytest.mark.parametrize("kernel", OF_CUDA)
@@ -317,9 +298,3 @@ def test_the_operators_of_this_pytorch_take_what_they_are_given(kernel, tiles):
     assert (out.shape, out.dtype) == (q.shape, q.dtype) and (lse.shape, lse.dtype) == (q.shape[:3], torch.float32)
     gradients = one.backward(BackwardInputs(out, q, k, v, out, lse), launch, PLAIN)
     assert [x.shape for x in gradients] == [q.shape, k.shape, v.shape]
-
-
-def test_a_launch_counts_from_its_corner():
-    launch = KernelLaunch.of(Tile(4, 8, 2, 6, 0, 3), Tile(8, 10, 6, 8, 0, 1))
-    assert (launch.q0, launch.q1, launch.k0, launch.k1) == (4, 10, 2, 8)
-    assert launch.tiles == (Tile(0, 4, 0, 4, 0, 3), Tile(4, 6, 4, 6, 0, 1))

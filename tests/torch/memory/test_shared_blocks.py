@@ -74,7 +74,7 @@ def trained_with_a_shared_projection(mesh, checkpoint):
     return found
 
 
-@pytest.mark.parametrize("checkpoint", ["none", "attention", "full"])
+@pytest.mark.parametrize("checkpoint", ["none", "full"])
 def test_a_projection_of_two_layers_is_trained_as_on_one_process(pool, checkpoint):
     for found in pool.run(trained_with_a_shared_projection, 2, checkpoint):
         assert max(map(abs, found)) < 1e-5
