@@ -49,7 +49,7 @@ def test_the_operator_reads_every_view_and_traces_as_it_computes(view):
 
 def test_it_compiles_with_views():
     compiled = torch.compile(lambda q, k, v: rs.ring_attention(q, k, v), fullgraph=True, backend="aot_eager")
-    for view in ("contiguous", "tokens last", "fused, numbers interleaved", "expanded tokens"):
+    for view in ("fused, numbers interleaved", "expanded tokens"):
         (q, k, v, dout), _ = as_given(VIEWS[view])
         found = []
         for attend in (compiled, rs.ring_attention):

@@ -12,15 +12,7 @@ from hypothesis import strategies as st
 import ringspan as rs
 from ringspan.core.geometry.tile import Tile
 from ringspan.core.names import LAYOUT_NAMES
-from ringspan.core.schedule.kernel_launches import (
-    KernelLaunch,
-    bands,
-    chains,
-    pieces,
-    squares,
-    whole,
-    windows,
-)
+from ringspan.core.schedule.kernel_launches import KernelLaunch, bands, chains, pieces, squares, whole, windows
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.torch import kernels
 from ringspan.torch.kernels.contract import BackwardInputs
@@ -106,7 +98,7 @@ def test_every_kernel_says_how_tensors_must_lie_and_gets_them_so():
     fitting = {name for name, view in VIEWS.items() if kernels.KERNELS["cpu"].memory.fits(view(x))}
     assert fitting == {
         "contiguous", "tokens before heads", "fused projection", "every other token", "every other head", "offset",
-        "expanded sequences", "expanded heads",
+        "expanded sequences", "expanded heads"
     }  # fmt: skip
     aligned = {name for name, view in VIEWS.items() if kernels.KERNELS["flash"].memory.fits(view(x))}
     assert fitting - aligned == {"offset", "expanded sequences", "expanded heads"}
