@@ -329,7 +329,7 @@ MUTANTS = [
         "torch/kernels/partials/merge.py",
         "torch.sigmoid(new_lse - lse).nan_to_num_(0.0)",
         "torch.sigmoid(new_lse - lse)",
-        "torch/attention/test_ring.py::test_queries_that_nobody_answers_between_others_that_several_answer",
+        ANY,
     ),
     Mutant(
         "queries sent by the mask of the keys",
@@ -371,14 +371,14 @@ MUTANTS = [
         "core/schedule/kernel_launches.py",
         "shift = tile.num_keys - tile.num_rows",
         "shift = 0",
-        "torch/kernels/test_kernels.py::test_any_mask_through_the_kernels_of_cuda[flash]",
+        "torch/kernels/test_kernels.py::test_a_band_is_a_window_from_the_last_corner",
     ),
     Mutant(
         "window with more rows than keys given to FlashAttention 2 as it is",
         "core/schedule/kernel_launches.py",
         "return (tile,) if is_read else",
         "return (tile,) if is_read or tile.num_keys else",
-        "torch/kernels/test_kernels.py::test_flash_attention_2_reads_every_window_as_it_is_meant",
+        "torch/kernels/test_kernels.py::test_any_mask_through_the_kernels_of_cuda[flash]",
     ),
     Mutant(
         "triangle with more rows than keys taken for a square",
@@ -680,7 +680,7 @@ MUTANTS = [
         "torch/kernels/partials/partial.py",
         ".masked_fill_(total == -torch.inf, 1)",
         "",
-        "torch/attention/test_ring.py::test_a_row_without_keys_and_with_a_sink_of_minus_infinity_gives_zeros[cpu]",
+        ANY,
     ),
     Mutant(
         "padding's gradient reaches the sinks",

@@ -220,6 +220,7 @@ def gathered(parts: list[Tensor], layout: rs.Layout, empty: float = 0.0) -> np.n
     ("mask", "ranks", "layout", "size"),
     [
         (rs.causal(), 3, "zigzag", 64),
+        (rs.causal(), 4, "zigzag", 128),
         (rs.causal(), 2, "striped", 128),
         (rs.full(), 3, "contiguous", 64),
         (rs.causal(), 1, "contiguous", 80),

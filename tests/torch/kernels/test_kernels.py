@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import ringspan as rs
 from ringspan.core.geometry.tile import Tile
 from ringspan.core.names import LAYOUT_NAMES
-from ringspan.core.schedule.kernel_launches import KernelLaunch, bands, chains, pieces, squares, whole, windows
+from ringspan.core.schedule.kernel_launches import KernelLaunch, Window, bands, chains, pieces, squares, whole, windows
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.torch import kernels
 from ringspan.torch.kernels.contract import BackwardInputs
@@ -61,6 +61,24 @@ def test_however_tiles_are_grouped_each_pair_is_computed_once(layout, mask):
         for launch in squares(tiles):
             tile = launch.tile
             assert tile.is_full or (tile.num_rows == tile.num_keys and (tile.is_causal or tile.is_anticausal))
+
+
+@given(layouts, masks)
+@examples(100)
+def test_a_band_is_a_window_from_the_last_corner(layout, mask):
+    for tile in (
+        tile for rank in range(layout.ranks) for hop in make_schedule(layout, mask, rank).hops for tile in hop.bands
+    ):
+        window, shift = Window.of(tile), tile.num_keys - tile.num_rows
+        assert min(window) >= -1
+        inside = [
+            (tile.q0 + i, tile.k0 + j)
+            for i in range(tile.num_rows)
+            for j in range(tile.num_keys)
+            if (window.right < 0 or j - i - shift <= window.right)
+            and (window.left < 0 or j - i - shift >= -window.left)
+        ]
+        assert inside == pairs([tile])
 
 
 @pytest.mark.parametrize("kernel", OF_CUDA)
