@@ -1,16 +1,23 @@
 """Tiny random Hugging Face models and the single-process truth about them."""
 
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     PretrainedConfig,
 )
+
+import ringspan as rs
 
 _SIZES = {
     "vocab_size": 97,
@@ -110,6 +117,34 @@ def tokens(batch: int, length: int, seed: int = 1) -> Tensor:
     return torch.randint(0, 97, (batch, length), generator=torch.Generator().manual_seed(seed))
 
 
+def whole(gradient: Tensor) -> Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+
+
+def whole_gradients(model: Any) -> dict[str, Tensor | None]:
+    return {name: None if p.grad is None else whole(p.grad) for name, p in model.named_parameters()}
+
+
+def step(model: Any, mesh: DeviceMesh | None = None, length: int = 37) -> Any:
+    """Loss and gradients of a model on one process, or on the ring of a mesh."""
+    ids = tokens(1, length)
+    batch = {"input_ids": ids, "labels": ids}
+    loss = model(**(rs.shard_batch(batch, mesh) if mesh else batch)).loss
+    loss.backward()
+    return loss.detach(), whole_gradients(model)
+
+
+def check(results: list[Any], expected: Any, limits: tuple[float, float] = (1e-6, 1e-5)) -> None:
+    """Each rank's loss and gradients are those expected, within a limit each."""
+    for loss, gradients in results:
+        assert relative(loss, expected[0]) < limits[0]
+        assert gradients.keys() == expected[1].keys()
+        for name, gradient in expected[1].items():
+            assert (gradients[name] is None) == (gradient is None), name
+            assert gradient is None or relative(gradients[name], gradient) < limits[1], name
+            assert gradient is None or gradients[name].dtype == gradient.dtype, name
+
+
 def kept_bytes(module: Any, hidden: Tensor) -> int:
     """Bytes that autograd saves for backward, without parameters."""
     parameters = {p.data_ptr() for p in module.parameters()}
@@ -125,6 +160,19 @@ def kept_bytes(module: Any, hidden: Tensor) -> int:
         total = sum(kept.values())
     out.sum().backward()
     return total
+
+
+@contextmanager
+def logged(name: str = "ringspan") -> Iterator[list[str]]:
+    """The messages of a logger meanwhile, on a rank of the pool too."""
+    lines: list[str] = []
+    logger, handler = logging.getLogger(name), logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())
+    logger.addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logger.removeHandler(handler)
 
 
 def relative(x: Tensor, expected: Tensor) -> float:

@@ -120,25 +120,6 @@ def watchdog(mesh: DeviceMesh) -> dict[str, Any]:
     return {}
 
 
-def overlap(mesh: DeviceMesh) -> dict[str, Any]:
-    """How long transfers took and how much of it was waited for, with enough to compute."""
-    from ringspan.torch.transport import clock
-    from ringspan.torch.transport.exchange import recorded
-
-    rank = mesh.get_local_rank("ring")
-    layout = rs.Layout("zigzag", 32768, 2)
-    q, k, v = (torch.randn(1, h, layout.tokens_per_rank, 128, device="cuda").bfloat16() for h in (16, 4, 4))
-    group = mesh["ring"].get_group()
-    with torch.no_grad():
-        for _ in range(3):
-            with recorded() as (transfers, hops):
-                rs.ring_attention(q, k, v, group=group)
-            torch.cuda.synchronize()
-    waits = [clock.seconds(one.waited, one.arrived) for one in transfers if one.waited and one.arrived]
-    work = [clock.seconds(one.started, one.ended) for one in hops if one.ended]
-    return {"rank": rank, "exposed_seconds": waits, "hop_seconds": work}
-
-
 def run(check: str) -> None:
     """Do it as one of two ranks, whom the environment describes as torchrun does, and print what came of it."""
     torch.cuda.set_device(0)

@@ -10,11 +10,11 @@ from types import ModuleType
 from unittest.mock import patch
 
 import torch
-from torch import Tensor
 from torch.library import Library
 
 from ringspan.gpu.support import is_installed
 
+OF_CUDA = ("cudnn", "flash", "flash2", "flash3", "flash4")
 _CALLS: list[str] = []
 
 
@@ -128,100 +128,39 @@ def flash_backward(dout, q, k, v, out, lse, cu_q=None, cu_k=None, *, scale, caus
 
 
 def _torch_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    return_debug_mask: bool,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
-    **_: object,
+    q, k, v, cu_q, cu_k, max_q, max_k, dropout, causal, debug, *, scale, window_size_left, window_size_right, **_
 ):
     _CALLS.append("flash")
-    assert not dropout_p and not return_debug_mask
-    window = flash2_window(window_size_left, window_size_right, is_causal, max_k)
-    out, lse = flash_forward(query, key, value, cum_seq_q, cum_seq_k, scale=scale, causal=is_causal, **window)
+    assert not dropout and not debug
+    window = flash2_window(window_size_left, window_size_right, causal, max_k)
+    out, lse = flash_forward(q, k, v, cu_q, cu_k, scale=scale, causal=causal, **window)
     return out, lse, torch.empty(2, dtype=torch.uint64), torch.empty(0), torch.empty(0)
 
 
 def _torch_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    rng_state: Tensor,
-    unused: Tensor,
-    *,
-    scale: float | None = None,
-    window_size_left: int | None = None,
-    window_size_right: int | None = None,
+    dout, q, k, v, out, lse, cu_q, cu_k, max_q, max_k, dropout, causal, *_, scale, window_size_left, window_size_right
 ):
     _CALLS.append("flash backward")
-    inputs = grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k
-    window = flash2_window(window_size_left, window_size_right, is_causal, max_k)
-    return flash_backward(*inputs, scale=scale, causal=is_causal, **window)
+    window = flash2_window(window_size_left, window_size_right, causal, max_k)
+    return flash_backward(dout, q, k, v, out, lse, cu_q, cu_k, scale=scale, causal=causal, **window)
 
 
-def _cudnn_forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_bias: Tensor | None,
-    compute_log_sumexp: bool,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-):
+def _cudnn_forward(q, k, v, bias, has_lse, dropout=0.0, causal=False, debug=False, *, scale=None):
     _CALLS.append("cudnn")
-    assert attn_bias is None and compute_log_sumexp and not dropout_p and not return_debug_mask
-    assert query.shape[2] > 1 and key.shape[2] > 1 and (not is_causal or query.shape[2] == key.shape[2])
-    inputs = (x.transpose(1, 2) for x in (query, key, value))
-    out, lse = flash_forward(*inputs, scale=scale, causal=is_causal)
-    state = torch.empty((), dtype=torch.int64)
-    nothing = torch.empty(0)
+    assert bias is None and has_lse and not dropout and not debug
+    assert q.shape[2] > 1 and k.shape[2] > 1 and (not causal or q.shape[2] == k.shape[2])
+    out, lse = flash_forward(*(x.transpose(1, 2) for x in (q, k, v)), scale=scale, causal=causal)
+    state, nothing = torch.empty((), dtype=torch.int64), torch.empty(0)
     return out.transpose(1, 2), lse.unsqueeze(-1), nothing, nothing, 0, 0, state, state, nothing
 
 
 def _cudnn_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    attn_bias: Tensor | None,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    scale: float | None = None,
+    dout, q, k, v, out, lse, seed, offset, bias, cu_q, cu_k, max_q, max_k, dropout, causal, *, scale=None
 ):
     _CALLS.append("cudnn backward")
-    assert (max_q, max_k) == (query.shape[2], key.shape[2]) and logsumexp.shape == (*query.shape[:3], 1)
-    inputs = (x.transpose(1, 2) for x in (grad_out, query, key, value, out))
-    gradients = flash_backward(*inputs, logsumexp.squeeze(-1), scale=scale, causal=is_causal)
+    assert (max_q, max_k) == (q.shape[2], k.shape[2]) and lse.shape == (*q.shape[:3], 1)
+    inputs = (x.transpose(1, 2) for x in (dout, q, k, v, out))
+    gradients = flash_backward(*inputs, lse.squeeze(-1), scale=scale, causal=causal)
     return tuple(x.transpose(1, 2) for x in gradients)
 
 

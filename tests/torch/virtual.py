@@ -27,13 +27,11 @@ class Mailbox:
         self._rank, self._queues, self._turn = rank, queues, turn
         self.num_sends = 0
         self.sent_bytes = 0
-        self.sends: list[tuple[int, int]] = []
 
     def send(self, to: int, message: Tensor, key: MessageKey) -> None:
         self._queues[self._rank, to, key].put(message.clone())
         self.num_sends += 1
         self.sent_bytes += message.nbytes
-        self.sends.append((key[1], to))
 
     def receive(self, pending: Sequence[PendingReceive], key: MessageKey) -> Callable[[], None]:
         channels = [self._queues[each.sender, self._rank, key] for each in pending]

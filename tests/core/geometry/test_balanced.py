@@ -1,8 +1,5 @@
 """Balanced layouts: what every one is, and what they are worth on documents as they come."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -23,7 +20,7 @@ from tests.fuzz import examples
 
 
 @given(masks, lengths, st.integers(1, 9), st.integers(1, 8))
-@examples(500)
+@examples(200)
 def test_every_position_is_held_once_and_every_rank_holds_as_many(mask, length, ranks, chunk_tokens):
     layout = balanced(mask, length=length, ranks=ranks, chunk_tokens=chunk_tokens)
     each = -(-length // ranks)
@@ -183,16 +180,6 @@ def test_a_window_is_cut_into_one_chunk_a_rank():
     layout = balanced(mask, length=8192, ranks=4)
     assert [len(layout.spans(rank)) for rank in range(4)] == [1] * 4
     assert sent(layout, mask) == 3 * 255
-
-
-def test_another_process_finds_the_same():
-    script = (
-        "import ringspan as rs\n"
-        "mask = rs.documents([n % 97 + 1 for n in range(7, 7000, 131)])\n"
-        "print(rs.balanced(mask, length=2600, ranks=6).spec)"
-    )
-    found = {subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout for _ in range(2)}
-    assert len(found) == 1
 
 
 def test_bad_arguments_are_refused_by_name():

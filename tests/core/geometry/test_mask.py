@@ -81,18 +81,6 @@ def test_unreadable_masks_are_refused(text):
         rs.Mask.parse(text)
 
 
-def test_overlapping_regions_are_noticed():
-    doubled = rs.Mask(rs.causal().regions * 2)
-    with pytest.raises(rs.MaskError, match="overlap"):
-        dense(doubled)
-    with pytest.raises(
-        rs.MaskError, match=r"two regions of the mask overlap: causal and causal; combine masks with \|"
-    ):
-        doubled.check_disjoint()
-    with pytest.raises(rs.MaskError, match="overlap"):
-        rs.Mask.parse("regions:0,9,0,5,,;7,12,4,8,,")
-
-
 numbers = st.integers(0, 12)
 regions = st.builds(
     lambda q, k, lo, width: Region(*sorted(q), *sorted(k), lo, lo + width),
@@ -142,12 +130,6 @@ def test_exactly_masks_that_count_a_pair_twice_overlap(several):
 def test_numbers_and_text_of_another_kind_are_refused(make, message):
     with pytest.raises(rs.MaskError, match=message):
         make()
-
-
-def test_whole_numbers_of_any_type_make_equal_masks():
-    assert rs.documents(np.array([3, 5])) == rs.documents([3.0, 5]) == rs.documents((3, 5))
-    assert rs.chunked(np.int32(2), length=8.0) == rs.chunked(2, length=8)
-    assert rs.sliding_window(np.int64(4)).spec == "window:4"
 
 
 @pytest.mark.parametrize("other", [3, None, "causal"])

@@ -1,7 +1,5 @@
 """Random layouts of consecutive tokens, and documents that begin anywhere."""
 
-from itertools import accumulate
-
 from hypothesis import strategies as st
 
 import ringspan as rs
@@ -29,8 +27,3 @@ def starts_of_rows(draw, layout):
         tuple(sorted({0, *draw(st.lists(st.integers(0, end - 1), max_size=draw(st.sampled_from([0, 2, 12]))))}))
         for _ in range(rows)
     )
-
-
-def starts_from(lengths: list[int]) -> tuple[int, ...]:
-    """Where documents of such lengths begin."""
-    return (0, *accumulate(lengths[:-1]))

@@ -47,21 +47,6 @@ def test_a_layout_of_any_runs_has_no_groups():
     assert {route for route, _ in choice.seconds} == {"ring", "all-gather"}
 
 
-@pytest.mark.parametrize("route", ["ring", "double-ring:4", "all-gather", "bidirectional", "pass-q", "ulysses:4"])
-def test_without_links_only_the_arithmetic_counts(route):
-    speeds = Speeds(1e12, 1e30, 1e30, 8)
-    layout = rs.Layout("striped", 8 * 64, 8)
-    seconds = forward_pass(layout, rs.full(), route, LLAMA, speeds).seconds
-    assert seconds == pytest.approx(layout.length**2 / 8 * 4 * 32 * 128 / 1e12)
-
-
-def test_a_slow_link_bounds_the_ring_by_its_bytes():
-    speeds = Speeds(1e30, 1e9, 1e9, 8)
-    layout = rs.Layout("contiguous", 8 * 64, 8)
-    seconds = forward_pass(layout, rs.full(), "ring", LLAMA, speeds).seconds
-    assert seconds == pytest.approx(7 * 64 * 8 * 256 * 2 / 1e9)
-
-
 ODD = Shape(1, 7, 7, 128, 128, 2)  # heads that no group of ranks divides
 
 

@@ -28,9 +28,10 @@ ROUTES = ["ring", "bidirectional", "double-ring:1", "double-ring:2", "double-rin
 
 
 def computed(layout, mask, key_layout=None, route="ring"):
-    """How often each (query, key) pair of the padded sequence is computed, over all ranks and hops."""
+    """How often each (query, key) pair of positions is computed, over all ranks and hops."""
     keys = key_layout or layout
-    counts = np.zeros((layout.padded_length, keys.padded_length), dtype=int)
+    ends = [max(int(one.positions(rank).max(initial=-1)) for rank in range(one.ranks)) + 1 for one in (layout, keys)]
+    counts = np.zeros(ends, dtype=int)
     for rank in range(layout.ranks):
         for hop in make_schedule(layout, mask, rank, key_layout, route).hops:
             of_queries, of_keys = (hop.owner, rank) if route == "pass-q" else (rank, hop.owner)
@@ -62,18 +63,18 @@ def test_cross_attention_of_unequal_lengths(layout, mask, num_keys, route):
     assert np.array_equal(computed(layout, mask, keys, route), expected)
 
 
-@given(layouts, masks, st.sampled_from(ROUTES))
+@given(layouts | st.integers(1, 8).flatmap(custom_layouts), masks, st.sampled_from(ROUTES))
 @examples(300)
 def test_blocks_carry_what_later_ranks_need_and_gradients_reach_their_owner_once(layout, mask, route):
     assume(exists(route, layout.ranks))
     schedules = [make_schedule(layout, mask, rank, None, route) for rank in range(layout.ranks)]
-    returned = np.zeros((layout.ranks, layout.tokens_per_rank), int)
-    added = np.zeros((layout.ranks, layout.tokens_per_rank), int)
+    tokens = [layout.tokens_of(rank) for rank in range(layout.ranks)]
+    returned, added = (np.zeros((layout.ranks, max(tokens)), int) for _ in range(2))
     sums = np.ones(layout.ranks, int)  # of an owner's gradient: one goes around, one more from each rank it sends to
     messages = received = 0
     for rank, schedule in enumerate(schedules):
         for hop in schedule.hops:
-            everything = ((0, layout.tokens_per_rank),)
+            everything = ((0, tokens[rank]),)
             for (index, onward), straight in zip(hop.sends, hop.straight, strict=True):
                 of_block = hop.owner, onward, hop.arrives.ranges if hop.index else everything
                 for owner, (peer, ranges), held in (of_block, (rank, straight, everything)):
@@ -225,7 +226,6 @@ def test_memory_does_not_grow_with_documents_times_ranks():
         (rs.Layout("zigzag", 8, 2), None, "double-ring", rs.UnsupportedError),
         (rs.Layout("zigzag", 8, 2), None, "double-ring:0", rs.UnsupportedError),
         (rs.Layout("zigzag", 12, 3), None, "double-ring:2", rs.UnsupportedError),
-        (rs.Layout("zigzag", 12, 3), None, "ulysses:2", rs.UnsupportedError),
         (rs.Layout("zigzag", 12, 4), None, "ulysses:2+ulysses:2", rs.UnsupportedError),
         (rs.Layout("zigzag", 12, 4), None, "ulysses:2", rs.UnsupportedError),
         (rs.Layout("zigzag", 12, 4), None, "ring+ring", rs.UnsupportedError),

@@ -187,7 +187,7 @@ def padded(length: int, left: int, hole: tuple[int, int]) -> tuple[tuple[int, in
     st.sampled_from([0.0, 1.5]),
     st.booleans(),
 )
-@examples(100, deadline=None)
+@examples(60, deadline=None)
 def test_reading_and_writing_in_any_turns_is_dense_attention(ranks, turns, reach, size, paddings, softcap, has_sinks):
     turns = [(max(count, 2 * ranks) if is_split else count, is_split) for count, is_split in turns]
     length = sum(count for count, _ in turns)

@@ -1,111 +1,64 @@
 """The ring loop over layouts of any runs: unequal shares, ranks that hold nothing, queries and keys dealt out apart."""
 
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import HealthCheck, assume, given
 from hypothesis import strategies as st
 
 import ringspan as rs
-from ringspan.core import reference
 from ringspan.core.geometry.layout import CustomLayout
-from ringspan.core.schedule import choice
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.torch.attention import ring
 from ringspan.torch.attention.op import _positions
 from ringspan.torch.attention.spec import AttentionSpec
 from ringspan.torch.kernels.score_mod import Scores
+from tests.core.geometry.test_custom_layout import held
 from tests.core.schedule.test_schedule import exists
 from tests.core.strategies import custom_layouts, masks
 from tests.fuzz import examples
-from tests.torch.attention.test_ring import FLOAT32_LIMIT, cancelling_terms, relative
-from tests.torch.virtual import on_ranks
+from tests.torch.attention.test_ring import FLOAT32_LIMIT, Problem, groups_of_heads
 
+__all__ = ["groups_of_heads"]  # a fixture for every test here too
 ROUTES = ["ring", "bidirectional", "double-ring:2", "all-gather", "pass-q"]
-HEADS, GROUPS, SIZE = 4, 2, 8
 
 
-@pytest.fixture(autouse=True)
-def groups_of_heads(monkeypatch):
-    """As many as there are key/value heads, though the tiles are small."""
-    monkeypatch.setattr(choice, "WORTH_A_CALL_ON_CPU", 0)
+class Held(NamedTuple):
+    """A mask of what somebody holds."""
+
+    mask: rs.Mask
+    queries: CustomLayout
+    keys: CustomLayout
+
+    def dense(self, rows, columns):
+        is_held = np.isin(rows, held(self.queries))[:, None] & np.isin(columns, held(self.keys))
+        return self.mask.dense(rows, columns) & is_held
 
 
-class Problem:
-    """Random tensors of the positions that are held, in order, and their dense truth."""
+class Custom(Problem):
+    """A problem of the positions that are held."""
 
-    def __init__(self, queries, keys, mask, *, softcap=0.0, has_slopes=False, has_sinks=False):
-        self.queries, self.keys, self.mask = queries, keys, mask
-        self.rows, self.columns = (
-            np.sort(np.concatenate([one.positions(rank) for rank in range(one.ranks)])) for one in (queries, keys)
-        )
-        generator = torch.Generator().manual_seed(len(self.rows))
+    def __init__(self, queries, keys, mask, **scores):
+        shape = {"batch": 2, "heads": 4, "groups": 2, "size": 8}
+        super().__init__(queries.length, Held(mask, queries, keys), keys=keys.length, **shape, **scores)
+        self.lse[:, :, ~np.isin(np.arange(queries.length), held(queries))] = -np.inf
 
-        def numbers(heads, tokens):
-            return torch.randn(2, heads, tokens, SIZE, generator=generator)
+    def on_ring(self, route):
+        mask, queries, keys = self.mask
+        spec = AttentionSpec(scale=self.scale, mask=mask.spec, layout=queries.name, route=route)
+        positions = tuple(partial(_positions, one, device=self.q.device) for one in (queries, keys))
 
-        self.q, self.dout = numbers(HEADS, len(self.rows)), numbers(HEADS, len(self.rows))
-        self.k, self.v = numbers(GROUPS, len(self.columns)), numbers(GROUPS, len(self.columns))
-        self.slopes = torch.rand(HEADS, generator=generator) / 4 if has_slopes else None
-        self.sinks = torch.randn(HEADS, generator=generator) if has_sinks else None
-        self.scores = Scores(SIZE**-0.5, softcap, self.slopes)
-        held = (self.rows < queries.length)[:, None] & (self.columns < keys.length)
-        allowed = mask.dense(self.rows, self.columns) & held
-        distance = np.abs(self.rows[:, None] - self.columns)
-        extra = {
-            "softcap": softcap,
-            "bias": None if self.slopes is None else -self.slopes.double().numpy()[:, None, None] * distance,
-            "sinks": None if self.sinks is None else self.sinks.double().numpy(),
-        }
-        q, k, v, dout = (x.double().numpy() for x in (self.q, self.k, self.v, self.dout))
-        self.out, self.lse = reference.attention(q, k, v, allowed, self.scores.scale, **extra)
-        self.gradients = reference.backward(dout, q, k, v, allowed, self.scores.scale, **extra)
-        self.terms = cancelling_terms(dout, q, k, v, allowed, self.scores.scale, **extra)
+        def passed(rank, exchange, q, k, is_backward):
+            way = "ring" if route == "pass-q" and is_backward else route
+            schedule = make_schedule(queries, mask, rank, keys, way)
+            scores = Scores(self.scale, self.softcap, self.slopes)
+            of_scores = None if self.slopes is None else positions
+            mine = ring.Ring(schedule, exchange, scores, spec, ring.num_head_groups(q, k, schedule), of_scores)
+            return partial(ring.backward if is_backward else ring.forward, mine)
 
-    def ring(self, rank, exchange, q, k, route, is_backward):
-        positions = None
-        if self.slopes is not None:
-            positions = tuple(partial(_positions, one, device=q.device) for one in (self.queries, self.keys))
-        route = "ring" if route == "pass-q" and is_backward else route
-        schedule = make_schedule(self.queries, self.mask, rank, self.keys, route)
-        spec = AttentionSpec(scale=self.scores.scale, mask=self.mask.spec, layout=self.queries.name, route=route)
-        return ring.Ring(schedule, exchange, self.scores, spec, ring.num_head_groups(q, k, schedule), positions)
-
-    def local(self, x, layout, order, rank):
-        return x[:, :, np.searchsorted(order, layout.positions(rank))]
-
-    def errors(self, route):
-        def shards(rank):
-            queries = (self.local(x, self.queries, self.rows, rank) for x in (self.q, self.dout))
-            keys = (self.local(x, self.keys, self.columns, rank) for x in (self.k, self.v))
-            return *queries, *keys
-
-        def forward(rank, exchange):
-            q, _, k, v = shards(rank)
-            return ring.forward(self.ring(rank, exchange, q, k, route, False), q, k, v, self.sinks)
-
-        partials, _ = on_ranks(self.queries.ranks, forward)
-
-        def backward(rank, exchange):
-            q, dout, k, v = shards(rank)
-            return ring.backward(self.ring(rank, exchange, q, k, route, True), dout, q, k, v, *partials[rank])
-
-        gradients, _ = on_ranks(self.queries.ranks, backward)
-        results = [partial_[0] for partial_ in partials], *zip(*gradients, strict=True)
-        layouts = self.queries, self.queries, self.keys, self.keys
-        whole = [self.gathered(shards, layout) for shards, layout in zip(results, layouts, strict=True)]
-        lse = self.gathered([partial_[1] for partial_ in partials], self.queries)
-        np.testing.assert_allclose(lse, self.lse, rtol=0, atol=1e-5)
-        return [
-            relative(x, expected, terms) if terms.any() else float(np.abs(x).max(initial=0))  # nobody sees anything
-            for x, expected, terms in zip(whole, (self.out, *self.gradients), self.terms[:4], strict=True)
-        ]
-
-    def gathered(self, shards, layout):
-        order = np.concatenate([layout.positions(rank) for rank in range(layout.ranks)])
-        return torch.cat(list(shards), 2).double().numpy()[:, :, np.argsort(order)]
+        return self.passes(queries, keys, passed)
 
 
 @given(
@@ -121,7 +74,7 @@ class Problem:
 def test_any_mask_on_any_runs(queries, data, mask, route, softcap, has_slopes, has_sinks):
     assume(exists(route, queries.ranks))
     keys = data.draw(st.one_of(st.just(queries), custom_layouts(queries.ranks)))
-    problem = Problem(queries, keys, mask, softcap=softcap, has_slopes=has_slopes, has_sinks=has_sinks)
+    problem = Custom(queries, keys, mask, softcap=softcap, has_slopes=has_slopes, has_sinks=has_sinks)
     assert max(problem.errors(route)) < FLOAT32_LIMIT
 
 
@@ -133,7 +86,7 @@ def test_a_chunk_of_new_queries_sees_a_long_cache(route):
         [[(0, 5), (25, 5), (30, 4), (45, 3)], [(5, 5), (20, 5), (34, 4), (42, 3)], [(10, 10), (38, 4)]]
     )
     for mask in (rs.causal(), rs.sliding_window(9), rs.sliding_window(40)):
-        assert max(Problem(new, cache, mask, has_sinks=True).errors(route)) < FLOAT32_LIMIT
+        assert max(Custom(new, cache, mask, has_sinks=True).errors(route)) < FLOAT32_LIMIT
 
 
 @pytest.mark.parametrize("route", ["ring", "bidirectional", "double-ring:5", "pass-q"])
@@ -143,4 +96,4 @@ def test_a_document_that_skips_ranks_comes_from_its_owner(route):
     mask = rs.documents([8, 8, 4, 8, 4])
     hops = [hop for rank in range(5) for hop in make_schedule(layout, mask, rank, None, route).hops]
     assert any(send.ranges for hop in hops for send in hop.straight)
-    assert max(Problem(layout, layout, mask).errors(route)) < FLOAT32_LIMIT
+    assert max(Custom(layout, layout, mask).errors(route)) < FLOAT32_LIMIT

@@ -1,6 +1,7 @@
 """The ring loop against the float64 oracle: every mask, layout, number of ranks, grouping and dtype."""
 
-from itertools import cycle
+from functools import partial
+from itertools import cycle, product
 
 import numpy as np
 import pytest
@@ -41,7 +42,8 @@ def relative(x: np.ndarray, expected: np.ndarray, terms: np.ndarray) -> float:
 
     Rounding is proportional to the terms: the dq of a row with one key is the difference of two equal numbers.
     """
-    error = np.linalg.norm(x - expected) / max(np.linalg.norm(expected), np.linalg.norm(terms) / 10)
+    size = max(np.linalg.norm(expected), np.linalg.norm(terms) / 10, np.finfo(float).tiny)
+    error = np.linalg.norm(x - expected) / size
     return float("inf") if np.isnan(error) else float(error)  # NaN is below every limit where it is not the first
 
 
@@ -155,47 +157,63 @@ class Problem:
             kernel=kernel,
         )
 
+        def passed(rank, exchange, q, k, is_backward):
+            mine, ulysses = assemble(rank, ranks, exchange, q, k, self.slopes, spec, is_backward=is_backward)
+            return partial((ulysses or ring).backward if is_backward else (ulysses or ring).forward, mine)
+
+        return self.passes(layout, keys, passed)
+
+    def passes(self, layout, keys, passed):
+        """As ``on_ring``; ``passed`` gives a rank its pass over the exchange."""
+
         def local(rank):
             wholes = (self.q, layout), (self.k, keys), (self.v, keys), (self.dout, layout)
-            shards = (rs.shard(x, split, rank, 2, value=torch.nan) for x, split in wholes)
-            return [view(x) for view, x in zip(self.views, shards, strict=True)]
+            return [view(part(x, split, rank)) for view, (x, split) in zip(self.views, wholes, strict=True)]
 
         def forward(rank, exchange):
             q, k, v, _ = local(rank)
-            mine, ulysses = assemble(rank, ranks, exchange, q, k, self.slopes, spec, is_backward=False)
-            return (ulysses.forward if ulysses else ring.forward)(mine, q, k, v, self.sinks)
+            return passed(rank, exchange, q, k, False)(q, k, v, self.sinks)
 
-        partials, sent = on_ranks(ranks, forward)
+        partials, sent = on_ranks(layout.ranks, forward)
 
         def backward(rank, exchange):
             q, k, v, dout = local(rank)
-            mine, ulysses = assemble(rank, ranks, exchange, q, k, self.slopes, spec, is_backward=True)
-            gradients = (ulysses.backward if ulysses else ring.backward)(mine, dout, q, k, v, *partials[rank])
-            dsinks = None if self.sinks is None else ring.sink_gradient(dout, *partials[rank], self.sinks)
-            return *gradients, dsinks
+            gradients = passed(rank, exchange, q, k, True)(dout, q, k, v, *partials[rank])
+            return *gradients, None if self.sinks is None else ring.sink_gradient(dout, *partials[rank], self.sinks)
 
-        gradients, sent_back = on_ranks(ranks, backward)
-        whole = [gathered([p[i] for p in partials], layout) for i in range(2)]
+        gradients, sent_back = on_ranks(layout.ranks, backward)
+        whole = [gathered([p[i] for p in partials], layout, empty) for i, empty in ((0, 0.0), (1, -np.inf))]
         whole += [gathered([g[i] for g in gradients], layout if i == 0 else keys) for i in range(3)]
         if self.sinks is not None:
             whole.append(sum(g[3].double().cpu().numpy() for g in gradients))
         return whole, sent, sent_back
 
-    def errors(self, name, ranks, route="ring", **comm_dtypes):
+    def errors(self, *where, **options):
         """Relative errors of out, dq, dk, dv and dsinks; lse is compared exactly where it is -inf."""
-        (out, lse, *gradients), _, _ = self.on_ring(name, ranks, route, **comm_dtypes)
+        (out, lse, *gradients), _, _ = self.on_ring(*where, **options)
         assert np.array_equal(np.isneginf(lse), np.isneginf(self.lse))
         seen = ~np.isneginf(lse)
-        np.testing.assert_allclose(
-            lse[seen], self.lse[seen], rtol=0, atol=1e-5 if self.dtype == torch.float32 and not comm_dtypes else 2e-1
-        )
+        assert (out[~seen] == 0).all()
+        atol = 1e-5 if self.dtype == torch.float32 and not options else 2e-1
+        np.testing.assert_allclose(lse[seen], self.lse[seen], rtol=0, atol=atol)
         expected = self.out, *self.gradients, *(() if self.sinks is None else (self.dsinks,))
         return list(map(relative, (out, *gradients), expected, self.terms))
 
 
-def gathered(parts: list[Tensor], layout: rs.Layout) -> np.ndarray:
-    order = torch.from_numpy(layout.inverse[: layout.length])
-    return torch.cat(parts, 2).cpu().index_select(2, order).double().numpy()
+def part(x: Tensor, layout: rs.Layout, rank: int) -> Tensor:
+    """A rank's tokens of a sequence, NaN where the layout holds more than there are."""
+    positions = layout.positions(rank)
+    behind = max(0, int(positions.max(initial=-1)) + 1 - x.shape[2])
+    return torch.nn.functional.pad(x, (0, 0, 0, behind), value=torch.nan)[:, :, positions]
+
+
+def gathered(parts: list[Tensor], layout: rs.Layout, empty: float = 0.0) -> np.ndarray:
+    """The sequence of which ranks have these parts, ``empty`` where none holds it."""
+    order = np.concatenate([layout.positions(rank) for rank in range(layout.ranks)])
+    held = torch.cat(parts, 2).double().cpu().numpy()
+    whole = np.full((*held.shape[:2], max(order.max() + 1, layout.length), *held.shape[3:]), empty)
+    whole[:, :, order] = held
+    return whole[:, :, : layout.length]
 
 
 @pytest.mark.parametrize(
@@ -203,9 +221,8 @@ def gathered(parts: list[Tensor], layout: rs.Layout) -> np.ndarray:
     [
         (rs.causal(), 3, "zigzag", 64),
         (rs.causal(), 4, "zigzag", 128),
-        (rs.causal(), 2, "striped", 80),
+        (rs.causal(), 2, "striped", 128),
         (rs.full(), 3, "contiguous", 64),
-        (rs.full(), 4, "striped", 128),
         (rs.causal(), 1, "contiguous", 80),
     ],
     ids=str,
@@ -247,10 +264,21 @@ def test_ranks_with_different_work_take_the_same_groups_of_heads(mask, worth, mo
     assert max(Problem(64, mask, heads=4, groups=4).errors("contiguous", 2)) < FLOAT32_LIMIT
 
 
+def shape(grouping, sizes=(8, 8), batch=1):
+    return {"heads": grouping[0], "groups": grouping[1], "size": sizes[0], "value_size": sizes[1], "batch": batch}
+
+
+def shapes(groupings, sizes):
+    return st.builds(shape, st.sampled_from(groupings), st.sampled_from(sizes), st.integers(1, 2))
+
+
 # First a window, which has tiles of every kind, and everything that scores can have: most bugs show there. Then one row
-# of one key, whose dout . v is 45 times less than its terms.
-_EXAMPLE = {"length": 61, "layout": "zigzag", "ranks": 3, "route": "ring", "grouping": (4, 2), "batch": 2}
-_ONE = {"length": 44, "layout": "contiguous", "ranks": 1, "route": "ring", "grouping": (1, 1), "batch": 1}
+# of one key, whose dout . v is 45 times less than its terms; rows without keys; and rows between others of which two
+# ranks send their owner nothing.
+_EXAMPLE = {"length": 61, "layout": "zigzag", "ranks": 3, "route": "ring", "shape": shape((4, 2), batch=2)}
+_LONG = _EXAMPLE | {"shape": shape((4, 2), (12, 8), 2)}
+_ONE = {"length": 44, "layout": "contiguous", "ranks": 1, "route": "ring", "shape": shape((1, 1), (12, 8))}
+_EMPTY = {"length": 32, "layout": "contiguous", "ranks": 4, "shape": shape((2, 2))}
 _LIES = {"views": ("contiguous",) * 4, "vectors": ("contiguous",) * 2}
 _PLAIN = {"scale": None, "softcap": 0.0, "has_slopes": False, "has_sinks": False} | _LIES
 _ALL = {"scale": -0.4, "softcap": 2.0, "has_slopes": True, "has_sinks": True} | _LIES
@@ -259,20 +287,20 @@ views = st.tuples(*[st.just("contiguous") | st.sampled_from(list(VIEWS))] * 4)
 vectors = st.tuples(*[st.sampled_from(list(VECTORS))] * 2)
 
 
-@example(mask=rs.sliding_window(17), sizes=(8, 8), **_EXAMPLE, **_PLAIN)
-@example(mask=rs.causal(), sizes=(12, 8), **_EXAMPLE, **_ALL)
-@example(mask=rs.documents([1]), sizes=(12, 8), **_ONE, **_PLAIN)
-@example(mask=rs.causal(), sizes=(8, 8), **_EXAMPLE, **_PLAIN | {"scale": -0.4})
-@example(mask=rs.sliding_window(17), sizes=(8, 8), **_EXAMPLE, **_PLAIN | _MANY_VIEWS)
+@example(mask=rs.sliding_window(17), **_EXAMPLE, **_PLAIN)
+@example(mask=rs.causal(), **_LONG, **_ALL)
+@example(mask=rs.documents([1]), **_ONE, **_PLAIN)
+@example(mask=rs.documents([3]), route="ring", **_EMPTY, **_PLAIN | {"has_sinks": True})
+@example(mask=rs.Mask.parse("regions:0,2,8,24,,;6,8,8,24,,"), route="pass-q", **_EMPTY, **_PLAIN)
+@example(mask=rs.causal(), **_EXAMPLE, **_PLAIN | {"scale": -0.4})
+@example(mask=rs.sliding_window(17), **_EXAMPLE, **_PLAIN | _MANY_VIEWS)
 @given(
     length=st.integers(1, 70),
     mask=masks,
     layout=st.sampled_from(LAYOUT_NAMES),
     ranks=st.sampled_from([1, 2, 3, 4, 5, 6, 8]),
     route=st.sampled_from(ROUTES),
-    grouping=st.sampled_from([(1, 1), (4, 2), (3, 1), (8, 2)]),
-    sizes=st.sampled_from([(8, 8), (12, 8), (5, 7)]),
-    batch=st.integers(1, 2),
+    shape=shapes([(1, 1), (4, 2), (3, 1), (8, 2)], [(8, 8), (12, 8), (5, 7)]),
     scale=st.sampled_from([None, None, -0.4]),
     softcap=st.sampled_from([0.0, 0.0, 2.0]),
     has_slopes=st.booleans(),
@@ -281,27 +309,9 @@ vectors = st.tuples(*[st.sampled_from(list(VECTORS))] * 2)
     vectors=vectors,
 )
 @examples(200, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-def test_any_mask_on_any_layout(
-    length, mask, layout, ranks, route, grouping, sizes, batch, scale, softcap, has_slopes, has_sinks, views, vectors
-):
-    heads, groups = grouping
-    assume(fits(route, ranks, heads, groups))
-    problem = Problem(
-        length,
-        mask,
-        batch=batch,
-        heads=heads,
-        groups=groups,
-        size=sizes[0],
-        value_size=sizes[1],
-        scale=scale,
-        softcap=softcap,
-        has_slopes=has_slopes,
-        has_sinks=has_sinks,
-        views=views,
-        vectors=vectors,
-    )
-    assert max(problem.errors(layout, ranks, route)) < FLOAT32_LIMIT
+def test_any_mask_on_any_layout(length, mask, layout, ranks, route, shape, **options):
+    assume(fits(route, ranks, shape["heads"], shape["groups"]))
+    assert max(Problem(length, mask, **shape, **options).errors(layout, ranks, route)) < FLOAT32_LIMIT
 
 
 @pytest.mark.parametrize(("view", "kernel"), zip(VIEWS, cycle(["auto", "cpu", "eager"])))
@@ -342,95 +352,27 @@ def test_the_error_does_not_grow_with_the_number_of_ranks(layout, route):
         assert max(problem.errors(layout, ranks, route)) < FLOAT32_LIMIT
 
 
-@pytest.mark.parametrize("kernel", ["cpu", "eager"])
-@pytest.mark.parametrize("layout", LAYOUT_NAMES)
-def test_bfloat16_is_as_good_as_on_one_device(layout, kernel):
+@pytest.mark.parametrize(
+    ("layout", "route", "kernel"),
+    [
+        *product(LAYOUT_NAMES, ["ring"], ["cpu", "eager"]),
+        *product(["zigzag"], [way for way in ROUTES[1:] if "+" not in way], ["auto"]),
+    ],
+)
+def test_bfloat16_is_as_good_as_on_one_device(layout, route, kernel):
     problem = Problem(256, rs.causal(), heads=4, groups=2, size=64, dtype=torch.bfloat16)
     inputs = [x.clone().requires_grad_() for x in (problem.q, problem.k, problem.v)]
     out = torch.nn.functional.scaled_dot_product_attention(*inputs, is_causal=True, enable_gqa=True)
-    alone = [out, *torch.autograd.grad(out, inputs, problem.dout)]
-    expected = (problem.out, *problem.gradients)
-    limits = [
-        1.4 * relative(x.detach().double().numpy(), *e) for x, *e in zip(alone, expected, problem.terms, strict=True)
-    ]
-    for ranks in (2, 4, 8, 16):
-        for error, limit in zip(problem.errors(layout, ranks, kernel=kernel), limits, strict=True):
-            assert error < limit
+    alone = [x.detach().double().numpy() for x in (out, *torch.autograd.grad(out, inputs, problem.dout))]
+    limits = map(relative, alone, (problem.out, *problem.gradients), problem.terms)
+    rings = (2, 4, 8, 16) if route == "ring" else (4,)
+    found = [problem.errors(layout, ranks, route, kernel=kernel) for ranks in rings]
+    for limit, *errors in zip(limits, *found, strict=True):
+        assert max(errors) < 1.4 * limit
 
 
 def test_float64_stays_float64():
     assert max(Problem(60, rs.causal(), dtype=torch.float64).errors("zigzag", 3)) < 1e-7
-
-
-@pytest.mark.parametrize("kernel", ["cpu", "eager"])
-def test_a_row_without_keys_and_with_a_sink_of_minus_infinity_gives_zeros(kernel):
-    problem = Problem(12, rs.documents([3]), has_sinks=True)
-    assert problem.sinks[-1] == -torch.inf
-    (out, *_), _, _ = problem.on_ring("contiguous", 2, kernel=kernel)
-    assert (out[:, :, 3:] == 0).all()
-    assert max(problem.errors("contiguous", 2, kernel=kernel)) < FLOAT32_LIMIT
-
-
-def test_a_rank_whose_queries_see_nothing_gives_zeros():
-    mask = rs.documents([3])  # positions from 3 on see nothing and are seen by nobody
-    (out, lse, *gradients), _, _ = Problem(12, mask).on_ring("contiguous", 4)
-    assert (out[:, :, 3:] == 0).all() and np.isneginf(lse[:, :, 3:]).all()
-    assert all((g[:, :, 3:] == 0).all() and np.isfinite(g).all() for g in gradients)
-
-
-def test_queries_that_nobody_answers_between_others_that_several_answer():
-    """Two ranks send the owner partials with the same rows empty: merging these leaves them empty."""
-    mask = rs.Mask.parse("regions:0,2,8,24,,;6,8,8,24,,")  # queries 2 to 5 of rank 0 see nothing
-    problem = Problem(32, mask)
-    (out, *_), _, _ = problem.on_ring("contiguous", 4, "pass-q")
-    assert (out[:, :, 2:6] == 0).all()
-    assert max(problem.errors("contiguous", 4, "pass-q")) < FLOAT32_LIMIT
-
-
-@pytest.mark.parametrize(
-    ("route", "mask", "layout"),
-    [
-        ("ring", rs.causal(), "contiguous"),
-        ("double-ring:2", rs.full(), "zigzag"),
-        ("all-gather", rs.sliding_window(9), "striped"),
-    ],
-    ids=str,
-)
-def test_exactly_the_scheduled_messages_are_sent(layout, mask, route):
-    ranks, groups = 4, 2  # two key/value heads make two groups of heads
-    _, sent, sent_back = Problem(64, mask, groups=groups).on_ring(layout, ranks, route)
-    for rank in range(ranks):
-        schedule = make_schedule(rs.Layout(layout, 64, ranks), mask, rank, None, route)
-        keys_values = sum(bool(send.ranges) for hop in schedule.hops for send in hop.all_sends)
-        returned = sum(bool(hop.gradient_on.ranges) + bool(hop.gradient_to_owner) for hop in schedule.hops)
-        assert sent[rank].num_sends == keys_values * groups <= len(schedule.hops[1:]) * groups
-        assert sent_back[rank].num_sends == (keys_values + returned) * groups
-        bytes_per_token = 2 * 2 * 16 * 4  # k and v, two heads of 16 float32
-        assert sent[rank].sent_bytes == schedule.sent_tokens * bytes_per_token
-        assert sent_back[rank].sent_bytes == (schedule.sent_tokens + schedule.sent_gradient_tokens) * bytes_per_token
-
-
-def test_queries_travel_in_their_own_messages_and_partials_straight_to_their_owner():
-    layout, mask = "zigzag", rs.sliding_window(9)
-    ranks, heads, groups, length, keys = 4, 4, 2, 24, 64
-    sizes = rs.Layout(layout, length, ranks), mask
-    problem = Problem(length, mask, heads=heads, groups=groups, value_size=8, keys=keys)
-    _, sent, sent_back = problem.on_ring(layout, ranks, "pass-q")
-    for rank in range(ranks):
-        schedule, back = (
-            make_schedule(*sizes, rank, rs.Layout(layout, keys, ranks), route) for route in ("pass-q", "ring")
-        )
-        queries = sum(bool(send.ranges) for hop in schedule.hops for send in hop.all_sends)
-        partials = sum(bool(hop.gradient_to_owner) for hop in schedule.hops)
-        assert sent[rank].num_sends == (queries + partials) * groups <= 2 * (ranks - 1) * groups
-        assert not any(hop.gradient_on.ranges for hop in schedule.hops)
-        returned = [(hop.index, hop.owner) for hop in schedule.hops if hop.gradient_to_owner]
-        numbered = [(message // 2, peer) for message, peer in sent[rank].sends if message % 2]
-        assert numbered == [(number * ranks + index, owner) for number in range(groups) for index, owner in returned]
-        token, partial = heads * 16 * 4, heads * (8 + 1) * 4
-        assert sent[rank].sent_bytes == schedule.sent_tokens * token + schedule.sent_gradient_tokens * partial
-        gradients = (back.sent_tokens + back.sent_gradient_tokens) * groups * (16 + 8) * 4
-        assert sent_back[rank].sent_bytes == gradients
 
 
 @pytest.mark.parametrize(("comm_dtype", "limit"), [("bfloat16", 3e-3), ("int8", 1.2e-2), ("float8", 5e-2)])
@@ -457,11 +399,3 @@ def test_gradients_may_travel_in_bfloat16():
     problem = Problem(256, rs.causal(), heads=4, groups=2, size=32)
     out, dq, dk, dv = problem.errors("zigzag", 4, gradient_comm_dtype="bfloat16")
     assert max(out, dq) < FLOAT32_LIMIT < min(dk, dv) and max(dk, dv) < 3e-3
-
-
-@pytest.mark.parametrize("route", ["bidirectional", "double-ring:2", "all-gather", "pass-q", "ulysses:2", "ulysses"])
-def test_bfloat16_is_as_good_on_every_route(route):
-    problem = Problem(256, rs.causal(), heads=4, groups=2, size=64, dtype=torch.bfloat16)
-    limits = problem.errors("zigzag", 1)
-    for error, limit in zip(problem.errors("zigzag", 4, route), limits, strict=True):
-        assert error < 1.4 * limit

@@ -1,9 +1,10 @@
 """What can no longer change once a model is on a ring, and models that no ring can take."""
 
 import copy
-import inspect
 import io
 import pickle
+from collections.abc import Callable
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -19,98 +20,68 @@ import ringspan as rs
 from ringspan.torch.model.support import refuse_unsupported
 from ringspan.torch.tensor_parallel.split import refuse_split
 from tests.cases import long
-from tests.torch.layers.blockwise.test_head import check, one_step
-from tests.torch.models import build, relative, tokens
-from tests.torch.test_parallelize import whole_gradients
-
-LENGTH = 37
+from tests.torch.models import build, check, relative, step
 
 
-def step(model: Any, mesh: DeviceMesh | None = None) -> Any:
-    ids = tokens(1, LENGTH)
-    batch = {"input_ids": ids, "labels": ids}
-    loss = model(**(rs.shard_batch(batch, mesh) if mesh else batch)).loss
-    loss.backward()
-    return loss.detach(), loss.detach(), whole_gradients(model)
+def set_data(model: Any) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.5
+
+
+def replace(model: Any) -> None:
+    norm = model.model.layers[1].input_layernorm
+    norm.weight = nn.Parameter(norm.weight.detach() * 0.5)
+
+
+# What is done to a model, and what is said of it then, or in the next step.
+CHANGES: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "half": (lambda model: model.half(), "make them torch.float16 before parallelize"),
+    "bfloat16": (lambda model: model.bfloat16(), "parallelize(compute_dtype=...)"),
+    "double": (lambda model: model.double(), "torch.float64"),
+    "to a type": (lambda model: model.to(torch.bfloat16), "make them torch.bfloat16 before parallelize"),
+    "to a device": (lambda model: model.to("meta"), "ring of cpu"),
+    "resize": (lambda model: model.resize_token_embeddings(120), "resize_token_embeddings comes before parallelize"),
+    "copy": (copy.deepcopy, "cannot be copied"),
+    "shallow copy": (copy.copy, "cannot be pickled; save_pretrained writes the model"),
+    "pickle": (pickle.dumps, "cannot be pickled; save_pretrained writes the model"),
+    "saved whole": (lambda model: torch.save(model, io.BytesIO()), "torch.save of model.state_dict() its shards"),
+    "shared memory": (lambda model: model.share_memory(), "call share_memory before parallelize"),
+    "other data": (set_data, "model.embed_tokens.weight.data was set after parallelize"),
+    "from a vector": (
+        lambda model: nn.utils.vector_to_parameters(torch.zeros(model.num_parameters()), model.parameters()),
+        "model.embed_tokens.weight.data was set after parallelize",
+    ),
+    "replaced": (
+        replace,
+        "model.layers.1.input_layernorm.weight was replaced after parallelize, and would not be used",
+    ),
+    "part in half": (
+        lambda model: model.model.layers[1].mlp.half(),
+        "was replaced after parallelize, and would not be used",
+    ),
+    "checkpointing": (lambda model: model.gradient_checkpointing_enable(), "parallelize(checkpoint='attention')"),
+    "no checkpointing": (lambda model: model.gradient_checkpointing_disable(), "parallelize(checkpoint='attention')"),
+    "new head": (lambda model: setattr(model, "lm_head", nn.Linear(64, 97)), "changed after parallelize (lm_head)"),
+    "new parameter": (
+        lambda model: model.model.layers[1].mlp.register_parameter("extra", nn.Parameter(torch.zeros(3))),
+        "changed after parallelize (model.layers.1.mlp)",
+    ),
+    "wrapped for data parallelism": (DistributedDataParallel, "ringspan.hf.ring_accelerator"),
+}
 
 
 def changed_afterwards(mesh: DeviceMesh, how: str) -> None:
     model: Any = rs.parallelize(build("llama"), mesh)
-    match how:
-        case "half" | "bfloat16" | "double":
-            getattr(model, how)()
-        case "to a type":
-            model.to(torch.bfloat16)
-        case "to a device":
-            model.to("meta")
-        case "resize":
-            model.resize_token_embeddings(120)
-        case "copy":
-            copy.deepcopy(model)
-        case "shallow copy":
-            copy.copy(model)
-        case "pickle":
-            pickle.dumps(model)
-        case "saved whole":
-            torch.save(model, io.BytesIO())
-        case "shared memory":
-            model.share_memory()
-        case "other data":
-            for parameter in model.parameters():
-                parameter.data = parameter.data * 0.5
-            step(model, mesh)
-        case "from a vector":
-            numbers = torch.zeros(model.num_parameters())
-            nn.utils.vector_to_parameters(numbers, model.parameters())
-            step(model, mesh)
-        case "replaced":
-            step(model, mesh)
-            norm = model.model.layers[1].input_layernorm
-            norm.weight = nn.Parameter(norm.weight.detach() * 0.5)
-            step(model, mesh)
-        case "part in half":
-            step(model, mesh)
-            model.model.layers[1].mlp.half()
-            step(model, mesh)
-        case "checkpointing":
-            model.gradient_checkpointing_enable()
-        case "no checkpointing":
-            model.gradient_checkpointing_disable()
-        case "new head":
-            model.lm_head = nn.Linear(64, 97)
-            step(model, mesh)
-        case "new parameter":
-            model.model.layers[1].mlp.register_parameter("extra", nn.Parameter(torch.zeros(3)))
-            step(model, mesh)
+    if how in ("replaced", "part in half"):
+        step(model, mesh)
+    CHANGES[how][0](model)
+    step(model, mesh)
 
 
-@pytest.mark.parametrize(
-    ("how", "message"),
-    [
-        ("half", "make them torch.float16 before parallelize"),
-        ("bfloat16", "parallelize(compute_dtype=...)"),
-        ("double", "torch.float64"),
-        ("to a type", "make them torch.bfloat16 before parallelize"),
-        ("to a device", "ring of cpu"),
-        ("resize", "resize_token_embeddings comes before parallelize"),
-        ("copy", "cannot be copied"),
-        ("shallow copy", "cannot be pickled; save_pretrained writes the model"),
-        ("pickle", "cannot be pickled; save_pretrained writes the model"),
-        ("saved whole", "torch.save of model.state_dict() its shards"),
-        ("shared memory", "call share_memory before parallelize"),
-        ("other data", "model.embed_tokens.weight.data was set after parallelize"),
-        ("from a vector", "model.embed_tokens.weight.data was set after parallelize"),
-        ("replaced", "model.layers.1.input_layernorm.weight was replaced after parallelize, and would not be used"),
-        ("part in half", "was replaced after parallelize, and would not be used"),
-        ("checkpointing", "parallelize(checkpoint='attention')"),
-        ("no checkpointing", "parallelize(checkpoint='attention')"),
-        ("new head", "changed after parallelize (lm_head)"),
-        ("new parameter", "changed after parallelize (model.layers.1.mlp)"),
-    ],
-)
-def test_what_changes_weights_afterwards_is_refused(pool, how, message):
+@pytest.mark.parametrize("how", CHANGES)
+def test_what_changes_weights_afterwards_is_refused(pool, how):
     for outcome in pool.outcomes(changed_afterwards, 2, how):
-        assert isinstance(outcome, rs.UnsupportedError) and message in str(outcome)
+        assert isinstance(outcome, rs.UnsupportedError) and CHANGES[how][1] in str(outcome)
 
 
 def written(mesh: DeviceMesh | None) -> Any:
@@ -130,49 +101,27 @@ def written(mesh: DeviceMesh | None) -> Any:
     model.tie_weights()
     model.apply(lambda module: None)
     model.requires_grad_(False).requires_grad_(True)
-    model.eval().train()
+    model.eval().float().to("cpu").to(torch.float32).train()
     return step(model, mesh)
 
 
 def test_weights_that_are_written_where_they_are_count(pool):
-    loss, _, gradients = written(None)
-    plain = one_step("llama", "as it is")
+    loss, gradients = written(None)
+    plain = step(build("llama"))
     assert relative(loss, plain[0]) > 1e-4
     check(pool.run(written, 2), (loss, gradients))
 
 
-def left_as_it_is(mesh: DeviceMesh) -> Any:
-    model = rs.parallelize(build("llama"), mesh)
-    return step(model.float().to("cpu").to(torch.float32).train().requires_grad_(True), mesh)
-
-
-def test_what_changes_nothing_is_done(pool):
-    check(pool.run(left_as_it_is, 2), one_step("llama", "as it is"))
-
-
-def resized(mesh: DeviceMesh) -> Any:
-    return step(rs.parallelize(longer(), mesh), mesh)
-
-
-def longer() -> Any:
+def resized(mesh: DeviceMesh | None = None) -> Any:
     model = build("llama")
     model.resize_token_embeddings(120, mean_resizing=False)
-    return model
+    return step(rs.parallelize(model, mesh) if mesh else model, mesh)
 
 
 def test_embeddings_resized_before_are_as_on_one_process(pool):
-    loss, _, gradients = step(longer())
+    loss, gradients = resized()
     assert gradients["lm_head.weight"].shape == (120, 64)
     check(pool.run(resized, 2), (loss, gradients))
-
-
-def other_mesh(mesh: DeviceMesh) -> None:
-    rs.parallelize(build("llama"), DeviceMesh("cpu", [[0, 1]], mesh_dim_names=("data", "context")))
-
-
-def test_a_mesh_with_other_axes_is_refused(pool):
-    for outcome in pool.outcomes(other_mesh, 4):
-        assert isinstance(outcome, rs.ConfigError) and "no role is known for context (2)" in str(outcome)
 
 
 def given(mesh: DeviceMesh, how: str) -> None:
@@ -196,78 +145,48 @@ def test_a_model_that_somebody_distributed_before_is_refused(pool, how, message)
         assert isinstance(outcome, rs.UnsupportedError) and message in str(outcome)
 
 
-def wrapped_afterwards(mesh: DeviceMesh) -> None:
-    DistributedDataParallel(rs.parallelize(build("llama"), mesh))
+UNSPLIT = {
+    "max_norm": r"model.embed_tokens has max_norm=1\.0",
+    "sparse": "sparse=True",
+    "scale_grad_by_freq": "scale_grad_by_freq=True",
+    "quantised": "quantised",
+    "packed": r"LlamaForCausalLM is quantised \(bitsandbytes\), .*model.dequantize\(\), then save_pretrained",
+    "of integers": r"q_proj.weight is torch\.int8",
+    "own forward": "del model.forward",
+    "same memory": "two parameters over the same memory",
+}
 
 
-def test_a_model_on_the_ring_is_not_wrapped_for_data_parallelism(pool):
-    for outcome in pool.outcomes(wrapped_afterwards, 4):
-        assert isinstance(outcome, rs.UnsupportedError) and "ringspan.hf.ring_accelerator" in str(outcome)
-
-
-def with_embedding(**options: Any) -> Any:
+@pytest.mark.parametrize("how", UNSPLIT)
+def test_weights_that_no_ring_can_split_are_refused(how):
     model = build("llama")
-    model.set_input_embeddings(nn.Embedding(97, 64, **options))
-    return model
-
-
-def quantised() -> Any:
-    return quantize_dynamic(build("llama"), {nn.Linear}, dtype=torch.qint8)
-
-
-def packed() -> Any:
-    model = build("llama")
-    model.is_quantized, model.quantization_method = True, "bitsandbytes"
-    return model
-
-
-def of_integers() -> Any:
-    model = build("llama")
-    weight = torch.zeros(64, 64, dtype=torch.int8)
-    model.model.layers[0].self_attn.q_proj.weight = nn.Parameter(weight, requires_grad=False)
-    return model
-
-
-def with_own_forward() -> Any:
-    model = build("llama")
-    model.forward = model.forward
-    return model
-
-
-def over_the_same_memory() -> Any:
-    model = build("llama")
-    model.lm_head.weight = nn.Parameter(model.model.embed_tokens.weight.data)
-    return model
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: with_embedding(max_norm=1.0), r"model.embed_tokens has max_norm=1\.0"),
-        (lambda: with_embedding(sparse=True), "sparse=True"),
-        (lambda: with_embedding(scale_grad_by_freq=True), "scale_grad_by_freq=True"),
-        (quantised, "quantised"),
-        (packed, r"LlamaForCausalLM is quantised \(bitsandbytes\), .*model.dequantize\(\), then save_pretrained"),
-        (of_integers, r"q_proj.weight is torch\.int8"),
-        (with_own_forward, "del model.forward"),
-        (over_the_same_memory, "two parameters over the same memory"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_weights_that_no_ring_can_split_are_refused(make, message):
-    model = make()
-    with pytest.raises(rs.UnsupportedError, match=message):
+    match how:
+        case "max_norm" | "sparse" | "scale_grad_by_freq":
+            model.set_input_embeddings(nn.Embedding(97, 64, **{how: 1.0 if how == "max_norm" else True}))
+        case "quantised":
+            model = quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+        case "packed":
+            model.is_quantized, model.quantization_method = True, "bitsandbytes"
+        case "of integers":
+            weight = torch.zeros(64, 64, dtype=torch.int8)
+            model.model.layers[0].self_attn.q_proj.weight = nn.Parameter(weight, requires_grad=False)
+        case "own forward":
+            model.forward = model.forward
+        case "same memory":
+            model.lm_head.weight = nn.Parameter(model.model.embed_tokens.weight.data)
+    with pytest.raises(rs.UnsupportedError, match=UNSPLIT[how]):
         refuse_unsupported(model)
 
 
 def padded(mesh: DeviceMesh | None = None) -> Any:
     torch.manual_seed(5)
-    model = with_embedding(padding_idx=-92)  # token 5
+    model = build("llama")
+    model.set_input_embeddings(nn.Embedding(97, 64, padding_idx=-92))  # token 5
     return step(rs.parallelize(model, mesh) if mesh else model, mesh)
 
 
 def test_a_row_that_pads_gets_no_gradient(pool):
-    loss, _, gradients = padded()
+    loss, gradients = padded()
     assert not gradients["model.embed_tokens.weight"][5].any()
     check(pool.run(padded, 2), (loss, gradients))
 
@@ -303,11 +222,10 @@ PLACES = [
 ]
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-@pytest.mark.parametrize("where", PLACES)
+@pytest.mark.parametrize(("where", "after"), [*zip(PLACES, cycle([False, True])), ("lm_head", True)])
 def test_hooks_do_what_they_do_on_one_process(pool, where, after):
-    loss, _, gradients = hooked(None, where, after)
-    plain = one_step("llama", "as it is")
+    loss, gradients = hooked(None, where, after)
+    plain = step(build("llama"))
     names = gradients.keys()
     assert relative(loss, plain[0]) > 1e-6 or any(relative(gradients[n], plain[1][n]) > 1e-3 for n in names)
     check(pool.run(hooked, 2, where, after), (loss, gradients))
@@ -339,16 +257,6 @@ def test_a_hook_on_a_split_projection_is_refused(pool):
         assert isinstance(outcome, rs.UnsupportedError) and "Linear that tp splits has hooks" in str(outcome)
 
 
-def parameter_names(mesh: DeviceMesh) -> list[str]:
-    return list(inspect.signature(rs.parallelize(build("llama"), mesh).forward).parameters)
-
-
-def test_whoever_reads_the_signature_finds_labels(pool):
-    """Transformers' Trainer drops the columns of a data set that have no name here."""
-    [names] = pool.run(parameter_names, 1)
-    assert {"input_ids", "labels", "attention_mask", "position_ids", "shift_labels"} <= set(names)
-
-
 def checkpointed_before(mesh: DeviceMesh, checkpoint: Any) -> Any:
     model = build("llama")
     model.gradient_checkpointing_enable()
@@ -356,7 +264,7 @@ def checkpointed_before(mesh: DeviceMesh, checkpoint: Any) -> Any:
 
 
 def test_checkpointing_that_was_on_before_gives_way_or_is_refused(pool):
-    check(pool.run(checkpointed_before, 2, "attention"), one_step("llama", "as it is"))
+    check(pool.run(checkpointed_before, 2, "attention"), step(build("llama")))
     for outcome in pool.outcomes(checkpointed_before, 2, "none"):
         assert isinstance(outcome, rs.ConfigError) and "gradient_checkpointing_disable()" in str(outcome)
 
@@ -375,7 +283,7 @@ def compiled_in_place(mesh: DeviceMesh, after: bool) -> Any:
 
 @pytest.mark.parametrize("after", [*long(False), True], ids=["before", "after"])
 def test_a_model_compiled_in_place_computes_the_same(pool, after):
-    check(pool.run(compiled_in_place, 2, after), one_step("llama", "as it is"))
+    check(pool.run(compiled_in_place, 1, after), step(build("llama")))
 
 
 class BatchNormed(nn.Module):
@@ -414,5 +322,5 @@ def test_layers_that_change_their_buffers_raise(pool, how, name, checkpoint):
 
 @pytest.mark.parametrize("how", ["batch norm", "spectral norm"])
 def test_buffers_that_stay_are_those_of_one_process(pool, how):
-    loss, _, gradients = with_buffers(None, how, "none", True)
+    loss, gradients = with_buffers(None, how, "none", True)
     check(pool.run(with_buffers, 2, how, "attention", True), (loss, gradients))

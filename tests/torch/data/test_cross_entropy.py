@@ -3,7 +3,8 @@ memory.
 """
 
 import sys
-from itertools import product
+from functools import partial
+from itertools import cycle, product
 from types import ModuleType
 from typing import Any
 
@@ -69,7 +70,7 @@ def test_loss_and_gradients_are_those_of_whole_logits():
         check(dtype, BOUNDS[dtype], dict(zip(("chunk_tokens", "chunk_vocabulary"), chunks, strict=True)), extras)
 
 
-@pytest.mark.parametrize(("chunks", "extras", "dtype"), pairwise(CHUNKS, EXTRAS, list(BOUNDS)))
+@pytest.mark.parametrize(("chunks", "extras", "dtype"), zip(CHUNKS, EXTRAS, cycle(BOUNDS), strict=False))
 def test_the_loss_of_each_token_and_any_function_of_it(chunks, extras, dtype):
     bound = BOUNDS[dtype]
     inputs, targets = example(dtype)
@@ -147,27 +148,13 @@ def test_a_second_backward_pass_is_refused():
 )
 def test_memory_is_that_of_one_block_at_any_length(chunk_tokens, chunk_vocabulary, dtype, softcap):
     vocabulary, size = 16384, 48
-    expected = loss_bytes(
-        size,
-        vocabulary,
-        dtype.itemsize,
-        chunk_tokens=chunk_tokens,
-        chunk_vocabulary=chunk_vocabulary,
-        softcap=softcap is not None,
-    ).peak
+    chunks = {"chunk_tokens": chunk_tokens, "chunk_vocabulary": chunk_vocabulary}
+    expected = loss_bytes(size, vocabulary, dtype.itemsize, **chunks, softcap=softcap is not None).peak
     beside = []
     for tokens in (1024, 2000):
         (hidden, weight, _), targets = example(dtype, tokens, size, vocabulary, "none", with_bias=False)
-        held = allocated_bytes(
-            lambda hidden=hidden, weight=weight, targets=targets: rs.blockwise_cross_entropy(
-                hidden,
-                weight,
-                targets,
-                chunk_tokens=chunk_tokens,
-                chunk_vocabulary=chunk_vocabulary,
-                softcap=softcap,
-            ).backward()
-        )
+        loss = partial(rs.blockwise_cross_entropy, hidden, weight, targets, softcap=softcap, **chunks)
+        held = allocated_bytes(lambda loss=loss: loss().backward())
         beside.append(held - hidden.nbytes)
         # Where the processor has no instructions for bfloat16, a product holds its result in float32 too.
         rows, columns = hidden[:chunk_tokens].detach(), weight[:chunk_vocabulary].detach().T
@@ -179,6 +166,12 @@ def test_memory_is_that_of_one_block_at_any_length(chunk_tokens, chunk_vocabular
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"chunk_tokens": 2.5}, r"loss_chunk_tokens must be an integer, got 2\.5"),
+        ({"chunk_tokens": True}, "loss_chunk_tokens must be an integer, got True"),
+        ({"chunk_vocabulary": "8"}, r"loss_chunk_vocabulary must be an integer, got '8' \(str\); None is for all"),
+        ({"z_loss": "1"}, "z_loss must be a plain number, got '1'"),
+        ({"z_loss": float("inf")}, "z_loss must be finite, got inf"),
+        ({"logit_scale": torch.tensor(2.0)}, "logit_scale must be a plain number, got"),
         ({"chunk_tokens": 0}, "loss_chunk_tokens"),
         ({"chunk_vocabulary": 0}, "loss_chunk_vocabulary"),
         ({"z_loss": -1.0}, "z_loss"),

@@ -17,7 +17,7 @@ from ringspan.torch import kernels
 from ringspan.torch.kernels.score_mod import Scores
 from tests.core.strategies import masks
 from tests.fuzz import examples
-from tests.torch.attention.test_ring import FLOAT32_LIMIT, Problem, views
+from tests.torch.attention.test_ring import FLOAT32_LIMIT, Problem, shapes, views
 from tests.torch.merge import check_merge
 
 pytest.importorskip("triton")
@@ -44,22 +44,15 @@ def on_the_cpu(monkeypatch):
     mask=masks,
     layout=st.sampled_from(LAYOUT_NAMES),
     ranks=st.sampled_from([1, 2, 3]),
-    grouping=st.sampled_from([(1, 1), (4, 2)]),
-    sizes=st.sampled_from([(8, 8), (16, 16), (5, 7)]),
-    batch=st.integers(1, 2),
+    shape=shapes([(1, 1), (4, 2)], [(8, 8), (16, 16), (5, 7)]),
     softcap=st.sampled_from([0.0, 2.0]),
     has_slopes=st.booleans(),
     has_sinks=st.booleans(),
     views=views,
 )
 @examples(8, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
-def test_any_mask_through_our_kernel(
-    length, mask, layout, ranks, grouping, sizes, batch, softcap, has_slopes, has_sinks, views
-):
-    heads, groups = grouping
-    shape = {"batch": batch, "heads": heads, "groups": groups, "size": sizes[0], "value_size": sizes[1]}
-    extra = {"softcap": softcap, "has_slopes": has_slopes, "has_sinks": has_sinks, "views": views}
-    problem = Problem(length, mask, **shape, **extra)
+def test_any_mask_through_our_kernel(length, mask, layout, ranks, shape, **options):
+    problem = Problem(length, mask, **shape, **options)
     assert max(problem.errors(layout, ranks, kernel="triton")) < FLOAT32_LIMIT
 
 

@@ -111,7 +111,6 @@ class Ones(torch.autograd.Function):
 
 CASES = [
     ("llama", 2, 1, {}),
-    ("llama-tied", 2, 1, {}),
     ("llama-tied", 2, 1, {"compute_dtype": torch.bfloat16}),  # over float32 parameters
     ("gemma3_text", 2, 1, {}),
     ("llama-tied", 4, 2, {}),

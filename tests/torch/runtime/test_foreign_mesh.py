@@ -10,8 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import ringspan as rs
 from ringspan.core.mesh_axes import assigned, recognised
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
-from tests.cases import long
+from tests.cases import few
 from tests.torch.models import build, relative, tokens
+from tests.torch.test_parallelize import whole_gradients
 
 IDS = tokens(4, 21)
 
@@ -22,7 +23,7 @@ def step(mesh: DeviceMesh, replicas: int) -> dict[str, Any]:
     batch_size = len(IDS) // replicas
     dataset = [{"input_ids": row, "labels": row} for row in IDS]
     [batch] = list(rs.loader(dataset, mesh, batch_size=batch_size))
-    rows = list(rs.sampler(dataset, mesh))  #
+    rows = list(rs.sampler(dataset, mesh))
     assert torch.equal(batch["input_ids"], IDS[rows])
     part = rs.shard_batch(batch, mesh)
     loss = model(**part).loss
@@ -31,16 +32,9 @@ def step(mesh: DeviceMesh, replicas: int) -> dict[str, Any]:
     with torch.no_grad():
         logprobs = rs.token_logprobs(model, part)
     answer = model.generate(input_ids=batch["input_ids"][:1], max_new_tokens=3, do_sample=False)
-    gradients: Any = {name: p.grad for name, p in model.named_parameters()}
-    gradients = {name: gradient.full_tensor() for name, gradient in gradients.items()}
-    return {
-        "loss": loss.detach(),
-        "norm": float(norm),
-        "rows": rows,
-        "logprobs": logprobs,
-        "answer": answer,
-        "gradients": gradients,
-    }
+    gradients = whole_gradients(model)
+    found = {"loss": loss.detach(), "norm": float(norm), "rows": rows, "logprobs": logprobs, "answer": answer}
+    return found | {"gradients": gradients}
 
 
 def one_process() -> dict[str, Any]:
@@ -51,13 +45,8 @@ def one_process() -> dict[str, Any]:
     norm = float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9))
     logprobs = out.logits[:, :-1].log_softmax(-1).gather(2, IDS[:, 1:, None])[..., 0].detach()
     answers: list[Tensor] = [model.generate(input_ids=row[None], max_new_tokens=3, do_sample=False) for row in IDS]
-    return {
-        "loss": out.loss.detach(),
-        "norm": norm,
-        "logprobs": logprobs,
-        "answers": answers,
-        "gradients": gradients,
-    }
+    found = {"loss": out.loss.detach(), "norm": norm, "logprobs": logprobs, "answers": answers}
+    return found | {"gradients": gradients}
 
 
 def foreign_step(_: DeviceMesh, shape: tuple[int, ...], names: tuple[str, ...], given: Any, replicas: int) -> Any:
@@ -69,19 +58,19 @@ def foreign_step(_: DeviceMesh, shape: tuple[int, ...], names: tuple[str, ...], 
 
 FOREIGN = [
     # shape, names, what map_mesh is given, replicas
-    ((2, 2), ("dp_replicate", "cp"), None, 2),
     ((1, 2, 1, 2, 1), ("pp", "dp_replicate", "dp_shard", "cp", "tp"), None, 2),  # torchtitan
+    ((2, 2), ("dp_replicate", "cp"), None, 2),
     ((2, 1, 1, 1, 2), ("dp_replicate", "dp_shard", "cp", "sp", "tp"), None, 2),  # accelerate; a ring of one
+    ((2, 2), ("cp", "dp_replicate"), None, 2),  # neighbours on the ring are not neighbours
     ((2, 2), ("sp", "tp"), None, 1),
     ((4,), ("cp",), None, 1),
-    ((2, 2), ("cp", "dp_replicate"), None, 2),  # neighbours on the ring are not neighbours
-    ((2, 2), ("a", "b"), {"ring": ("a", "b")}, 1),
     ((2, 2), ("tensor", "context"), {"ring": "context", "tp": "tensor"}, 1),
+    ((2, 2), ("a", "b"), {"ring": ("a", "b")}, 1),
     ((2, 2), ("dp_replicate", "dp_shard"), {"ring": None, "replicate": ("dp_replicate", "dp_shard")}, 4),
 ]
 
 
-@pytest.mark.parametrize(("shape", "names", "given", "replicas"), [*FOREIGN[::2], *long(*FOREIGN[1::2])])
+@pytest.mark.parametrize(("shape", "names", "given", "replicas"), few(FOREIGN, 3))
 def test_a_step_on_a_foreign_mesh_equals_one_process(pool, shape, names, given, replicas):
     truth = one_process()
     seen = set()
@@ -128,29 +117,36 @@ def test_a_part_of_a_mesh_needs_its_own_ranks_alone(pool):
     assert torch.equal(loss, same) and relative(loss, one_process()["loss"]) < 1e-5
 
 
-def refused(_: DeviceMesh, shape: tuple[int, ...], names: tuple[str, ...], given: Any) -> str:
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    with pytest.raises(rs.ConfigError) as caught:
-        rs.map_mesh(mesh, **given) if given else rs.parallelize(build("llama"), mesh)
-    return str(caught.value)
+def refused(_: DeviceMesh) -> list[str]:
+    """What is said of a mesh in which weights would be split twice, and of an axis that nobody knows."""
+    said = []
+    for name in ("dp_shard", "pp"):
+        with pytest.raises(rs.ConfigError) as caught:
+            rs.parallelize(build("llama"), init_device_mesh("cpu", (2, 2), mesh_dim_names=(name, "cp")))
+        said.append(str(caught.value))
+    return said
+
+
+def test_axes_without_a_place_are_refused_by_name(pool):
+    for shard, unknown in pool.run(refused, 4):
+        assert "the mesh has dp_shard = 2, and weights are split over the ring alone" in shard
+        assert "no role is known for pp (2); say which axis is what with map_mesh" in unknown
 
 
 @pytest.mark.parametrize(
-    ("shape", "names", "given", "message"),
+    ("sizes", "given", "message"),
     [
-        ((2, 2), ("pp", "cp"), None, "no role is known for pp (2); say which axis is what with map_mesh"),
-        ((2, 2), ("ep", "cp"), None, "no role is known for ep (2)"),
-        ((4,), ("fsdp",), None, "no role is known for fsdp (4)"),
-        ((2, 2), ("dp_shard", "cp"), None, "the mesh has dp_shard = 2, and weights are split over the ring alone"),
-        ((2, 2), ("cp", "sp"), None, "the mesh splits sequences twice, over cp and sp; use one of them"),
-        ((2, 2), ("a", "b"), {"ring": "c"}, "the mesh has no axis 'c'; its axes are a, b"),
-        ((2, 2), ("a", "b"), {"ring": "a", "tp": "a"}, "the axis 'a' is given twice"),
-        ((2, 2), ("a", "b"), {"ring": "a"}, "b (2) has no role; name it as replicate or ring or tp"),
+        ({"ep": 2, "cp": 2}, None, r"no role is known for ep \(2\)"),
+        ({"fsdp": 4}, None, r"no role is known for fsdp \(4\)"),
+        ({"cp": 2, "sp": 2}, None, "the mesh splits sequences twice, over cp and sp; use one of them"),
+        ({"a": 2, "b": 2}, {"ring": "c"}, "the mesh has no axis 'c'; its axes are a, b"),
+        ({"a": 2, "b": 2}, {"ring": "a", "tp": "a"}, "the axis 'a' is given twice"),
+        ({"a": 2, "b": 2}, {"ring": "a", "tp": None}, r"b \(2\) has no role; name it as ring or tp"),
     ],
 )
-def test_axes_without_a_place_are_refused_by_name(pool, shape, names, given, message):
-    for said in pool.run(refused, 4, shape, names, given):
-        assert message in said and "\n" not in said
+def test_roles_that_axes_cannot_have_are_refused(sizes, given, message):
+    with pytest.raises(rs.ConfigError, match=message):
+        assigned(sizes, given) if given else recognised(sizes)
 
 
 def descending(_: DeviceMesh, ranks: Any, names: tuple[str, ...]) -> list[str]:

@@ -5,13 +5,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
-from ringspan.core.arguments import FREE_CHUNK_TOKENS
 from ringspan.torch.layers.blockwise.blocks import Blockwise, run_in_blocks
 from ringspan.torch.layers.blockwise.norm import chunk_norms, find_norms
-from tests.torch.models import build, kept_bytes, relative, tokens
+from tests.torch.models import build, check, kept_bytes, step
 
 
 @pytest.mark.parametrize(
@@ -24,21 +22,12 @@ from tests.torch.models import build, kept_bytes, relative, tokens
     ],
 )
 def test_any_model_has_the_same_loss_and_gradients_with_its_norms_in_chunks(kind, number):
-    ids = tokens(2, 19)
-    results = []
-    for chunk in (0, 5):
-        model = build(kind).train()
-        assert len(find_norms(model)) == number
-        if chunk:
-            chunk_norms(model, chunk)
-            assert sum(isinstance(module, Blockwise) for module in model.modules()) == number
-        loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
-        results.append((loss.detach(), {name: p.grad for name, p in model.named_parameters()}))
-    (loss, gradients), (chunked, others) = results
-    assert relative(chunked, loss) < 1e-6
-    for name, expected in gradients.items():
-        assert relative(others[name], expected) < 1e-6, name
+    plain = step(build(kind).train())
+    model = build(kind).train()
+    assert len(find_norms(model)) == number
+    chunk_norms(model, 5)
+    assert sum(isinstance(module, Blockwise) for module in model.modules()) == number
+    check([step(model)], plain, (1e-6, 1e-6))
 
 
 def test_it_keeps_its_16_bit_input_alone():
@@ -86,24 +75,6 @@ def test_an_argument_that_is_none_changes_nothing():
 def test_no_tokens_at_a_time_are_refused():
     with pytest.raises(rs.ConfigError, match="norm_chunk_tokens must be at least 1, got -1; 0 is for none"):
         chunk_norms(build("llama"), -1)
-
-
-def on_a_ring(mesh: DeviceMesh) -> list[set[int]]:
-    found = []
-    for options in (
-        {},
-        {"checkpoint": "none"},
-        {"norm_chunk_tokens": 0},
-        {"checkpoint": "none", "norm_chunk_tokens": 7},
-    ):
-        model = rs.parallelize(build("llama"), mesh, **options)
-        blocks: list[Any] = [module for module in model.modules() if isinstance(module, Blockwise)]
-        found.append({m.chunk_tokens for m in blocks if m.chunk_option == "norm_chunk_tokens"})
-    return found
-
-
-def test_the_default_cuts_norms_where_layers_are_checkpointed(pool):
-    assert pool.run(on_a_ring, 1) == [[{FREE_CHUNK_TOKENS}, set(), set(), {7}]]
 
 
 def test_few_tokens_are_normed_all_at_once_where_it_is_not_worth_it():
