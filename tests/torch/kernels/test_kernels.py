@@ -4,6 +4,7 @@ import platform
 from dataclasses import replace
 from itertools import cycle
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, given
