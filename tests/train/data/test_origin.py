@@ -3,9 +3,6 @@
 import json
 import os
 import shutil
-import signal
-import subprocess
-import sys
 import types
 
 import pytest
@@ -13,6 +10,8 @@ from transformers import AutoTokenizer
 
 from ringspan.core.errors import CheckpointError, ConfigError
 from ringspan.torch.weights import writing
+from ringspan.train.config.data_table import DataConfig
+from ringspan.train.data.origin import compare
 from ringspan.train.loop import Observer, train
 from ringspan.train.run_folder.lock import RunLock
 from tests.cases import long
@@ -92,91 +91,40 @@ def test_a_changed_text_is_named_and_asks_for_a_flag_and_the_tokenizer_stays(poo
     for part in ("another text", "1.txt is changed", "9.txt is new", "3.txt is gone", "data.on_change=continue"):
         assert part in message
     assert curve(folder / "run") == first
-    lines, *_ = pool.run(train_and_listen, 4, run_settings(folder, 2 * STEPS, on_change="continue"))
-    assert any("continuing with another text" in line and "1.txt is changed" in line for line in lines)
+    (folder / "text").rename(folder / "moved")
+    moved = {"paths": str(folder / "moved")}
+    lines, *_ = pool.run(train_and_listen, 4, run_settings(folder, 2 * STEPS, **moved, on_change="continue"))
+    assert any("continuing with another text" in line for line in lines)
     assert vocabulary(folder / "run" / "tokenizer") == vocabulary(folder / "run" / "model") == began
     losses = [value for (_, name), value in curve(folder / "run").items() if name == "loss"]
     assert len(losses) == 2 * STEPS
-    lines, *_ = pool.run(train_and_listen, 4, run_settings(folder, 3 * STEPS))  # the new text is the run's now
+    lines, *_ = pool.run(train_and_listen, 4, run_settings(folder, 3 * STEPS, **moved))  # the new text is the run's now
     assert not any("another text" in line for line in lines)
 
 
-@pytest.mark.long
-def test_the_same_text_elsewhere_goes_on_with_the_flag(pool, folder):
-    pool.run(train_and_listen, 4, run_settings(folder))
-    (folder / "text").rename(folder / "moved")
-    moved = {"paths": str(folder / "moved")}
-    assert "data.on_change=continue" in refused(pool, run_settings(folder, 2 * STEPS, **moved))
-    lines, *_ = pool.run(train_and_listen, 4, run_settings(folder, 2 * STEPS, **moved, on_change="continue"))
-    assert not any("another text" in line for line in lines)
-    pool.run(train_and_listen, 4, run_settings(folder, 3 * STEPS, **moved))
-    assert "sequence_length_tokens" in refused(
-        pool, run_settings(folder, 4 * STEPS, **moved, on_change="continue", sequence_length_tokens=20)
-    )
+def test_a_text_is_that_of_the_run_by_its_tokens(tmp_path):
+    def text(digest, stamp):
+        stream = types.SimpleNamespace(digest=lambda: digest)
+        return types.SimpleNamespace(stream=stream, num_documents=6, num_tokens=9, files={"a.txt": (1, stamp)})
+
+    asked = DataConfig(paths=("a.txt",), sequence_length_tokens=40)
+    assert compare(tmp_path, asked, text("a", 1)) is None  # begun by a version that kept no record
+    assert json.loads((tmp_path / "data.json").read_text())["documents"] == 6
+    assert compare(tmp_path, asked, text("a", 2)) is None  # only touched
+    with pytest.raises(ConfigError, match=r"a\.txt is changed"):
+        compare(tmp_path, asked, text("b", 2))
+    for record in ("{", "[]", '{"sha256": 1}', "null"):
+        (tmp_path / "data.json").write_text(record)
+        with pytest.raises(ConfigError, match=r"data\.json: is not the record of a text"):
+            compare(tmp_path, asked, text("a", 1))
 
 
-def test_a_file_that_was_only_touched_is_no_change(pool, folder):
-    pool.run(train_and_listen, 4, run_settings(folder))
-    for path in (folder / "text").iterdir():
-        os.utime(path, (1, 1))
-    pool.run(train_and_listen, 4, run_settings(folder, 2 * STEPS))
-
-
-@pytest.mark.long
-def test_a_run_of_an_earlier_version_has_no_record_and_gets_one(pool, folder):
-    pool.run(train_and_listen, 4, run_settings(folder))
-    (folder / "run" / "data.json").unlink()
-    pool.run(train_and_listen, 4, run_settings(folder, 2 * STEPS))
-    assert json.loads((folder / "run" / "data.json").read_text())["documents"] == 6
-
-
-@pytest.mark.parametrize("record", ["{", *long("[]", '{"sha256": 1}', "null")])
-def test_a_damaged_record_is_refused(pool, folder, record):
-    pool.run(train_and_listen, 4, run_settings(folder))
-    (folder / "run" / "data.json").write_text(record)
-    assert "data.json: is not the record of a text" in refused(pool, run_settings(folder, 2 * STEPS))
-
-
-HOLD = """
-import sys, time
-from pathlib import Path
-from ringspan.train.run_folder.lock import RunLock
-with RunLock(Path(sys.argv[1])) as lock:
-    lock.take()
-    print("held", flush=True)
-    time.sleep(60)
-"""
-
-
-@pytest.fixture
-def holder(folder):
-    """Another process that trains in the folder of the run."""
+def test_a_second_trainer_is_refused_while_the_first_lives(pool, folder):
     (folder / "run").mkdir()
-    process = subprocess.Popen([sys.executable, "-c", HOLD, folder / "run"], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "held\n"
-    yield process
-    process.kill()
-    process.communicate()
-
-
-def test_a_second_trainer_is_refused_while_the_first_lives(pool, folder, holder):
-    message = refused(pool, run_settings(folder))
-    assert f"is being trained by process {holder.pid} on " in message
-    assert not (folder / "run" / "run.json").exists()
-    holder.send_signal(signal.SIGKILL)
-    holder.wait()
-    pool.run(train_and_listen, 4, run_settings(folder))
-
-
-def test_the_command_refuses_it_too(monkeypatch, capsys, workplace):  # noqa: F811
-    (workplace / "run").mkdir()
-    process = subprocess.Popen([sys.executable, "-c", HOLD, workplace / "run"], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None and process.stdout.readline() == "held\n"
-    try:
-        assert "is being trained by" in refusal(monkeypatch, capsys, "train", workplace / "config.toml")
-    finally:
-        process.kill()
-        process.communicate()
+    with RunLock(folder / "run") as lock:
+        lock.take()
+        assert f"is being trained by process {os.getpid()} on " in refused(pool, run_settings(folder))
+        assert not (folder / "run" / "run.json").exists()
 
 
 def test_a_lock_is_given_back_and_taken_again(tmp_path):
@@ -190,24 +138,26 @@ def test_a_lock_is_given_back_and_taken_again(tmp_path):
 
 
 def test_a_wrong_path_is_not_hidden_by_a_run_that_is_there(monkeypatch, capsys, workplace, pool, folder):  # noqa: F811
-    pool.run(train_and_listen, 4, run_settings(folder))
-    wrong = run_settings(folder, paths=str(folder / "txet"))
-    assert "txet" in refused(pool, wrong) and "does not exist" in refused(pool, wrong)
-    (workplace / "run").mkdir()
-    (workplace / "run" / "run.json").write_text("{")
+    for place in (folder, workplace):
+        (place / "run").mkdir()
+        (place / "run" / "run.json").write_text("{")
+    message = refused(pool, run_settings(folder, paths=str(folder / "txet")))
+    assert "txet" in message and "does not exist" in message
     line = refusal(monkeypatch, capsys, "train", workplace / "config.toml", "data.paths=txet")
     assert "txet" in line and "does not exist" in line
 
 
 @pytest.mark.parametrize("every", [*long(0), 2])
 def test_a_model_that_cannot_be_written_leaves_its_weights_in_a_checkpoint(pool, folder, every):
-    config = run_settings(folder, every=every)
+    weights = folder / "run" / "model" / "model.safetensors"
+    pool.run(train_and_listen, 4, run_settings(folder, 2, every))
+    older, config = weights.read_bytes(), run_settings(folder, STEPS, every)
     message = refused(pool, config, 1000, error=CheckpointError)
     for part in ("was not written", "bytes are needed, 1,000 are free", "the same command writes the model"):
         assert part in message
-    assert not (folder / "run" / "model").exists()
+    assert weights.read_bytes() == older
     pool.run(train_and_listen, 4, config)
-    assert (folder / "run" / "model" / "config.json").exists()
+    assert weights.read_bytes() != older
     assert [step for step, name in curve(folder / "run") if name == "loss"] == list(range(1, STEPS + 1))
     assert "is finished" in refused(pool, config)
 
@@ -225,18 +175,7 @@ def test_where_no_checkpoint_fits_either_it_says_what_the_same_command_does(pool
         assert message.count("1,000 are free; make room") == 2
 
 
-@pytest.mark.long
-def test_an_older_model_does_not_pass_for_the_last_one(pool, folder):
-    pool.run(train_and_listen, 4, run_settings(folder))
-    longer = run_settings(folder, 2 * STEPS)
-    before = (folder / "run" / "model" / "model.safetensors").read_bytes()
-    refused(pool, longer, 1000, error=CheckpointError)
-    assert (folder / "run" / "model" / "model.safetensors").read_bytes() == before
-    pool.run(train_and_listen, 4, longer)
-    assert (folder / "run" / "model" / "model.safetensors").read_bytes() != before
-
-
-def test_a_disk_that_is_too_small_is_said_at_the_start(monkeypatch, pool, folder):
+def test_a_disk_that_is_too_small_is_said_at_the_start(pool, folder):
     lines, *others = pool.run(on_a_small_disk, 4, run_settings(folder))
     assert any("1,000 bytes are free; a checkpoint takes about" in line for line in lines) and others == [[]] * 3
 
@@ -244,9 +183,4 @@ def test_a_disk_that_is_too_small_is_said_at_the_start(monkeypatch, pool, folder
 def on_a_small_disk(mesh, config):
     from ringspan.train import loop
 
-    real = loop.shutil
-    loop.shutil = types.SimpleNamespace(disk_usage=lambda path: types.SimpleNamespace(free=1000))
-    try:
-        return train_and_listen(mesh, config)
-    finally:
-        loop.shutil = real
+    return train_and_listen(mesh, config, 1000, of=(loop,))
