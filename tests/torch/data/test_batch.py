@@ -151,7 +151,7 @@ ENDS, INDEX = torch.tensor([0, 3, 6], dtype=torch.int32), torch.tensor([[0, 0, 0
     "said",
     [
         {"cu_seq_lens_q": torch.tensor([0, 3, 3, 6, 6, 6])},  # of a fixed size
-        {"cu_seq_lens_k": ENDS, "max_length_k": 3},
+        {"cu_seq_lens_k": ENDS, "max_length_k": 3, "attention_mask": None, "token_type_ids": None},
         {"cu_seq_lens_q": ENDS, "cu_seq_lens_k": ENDS, "max_length_q": torch.tensor(3), "seq_idx": INDEX},
         {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]]), "seq_idx": INDEX, "max_length_q": 3},
     ],
@@ -169,6 +169,7 @@ def test_what_collators_say_of_a_flattened_row_is_its_documents(said):
     ("said", "message"),
     [
         ({"cu_seq_lens_q": ENDS[:2]}, "cu_seq_lens_q must begin with 0 and end with 6, .*; got 0 to 3"),
+        ({"cu_seq_lens_q": torch.tensor([0.0, 2.5, 6.0])}, "cu_seq_lens_q must be integers, got torch.float32"),
         ({"cu_seq_lens_q": torch.tensor([0, 3, 2, 6])}, "cu_seq_lens_q must not decrease, as behind entry 1"),
         (
             {"cu_seq_lens_q": ENDS, "cu_seq_lens_k": torch.tensor([0, 3, 4, 6])},

@@ -151,7 +151,12 @@ def call_parts(mesh: DeviceMesh) -> list[str]:
             with pytest.raises(rs.UnsupportedError) as error:
                 model.get_submodule(name)(ids)
             said.append(str(error.value))
-        model(**rs.shard_batch({"input_ids": ids, "labels": ids}, mesh))
+        part = rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)
+        with pytest.raises(rs.UnsupportedError, match=r"forward was called by itself: call model\(\*\*batch\)"):
+            model.forward(**part)
+        with pytest.raises(rs.UnsupportedError, match="num_items_in_batch is 0, and the batch has 15 targets"):
+            model(**part, num_items_in_batch=0)
+        model(**part)
     return said
 
 

@@ -102,6 +102,10 @@ def check_forward(
     tokens = arguments["input_ids"].shape[1] * model.ring_mesh["ring"].size()
     defaults = {"num_items_in_batch": total, "sequence_length": tokens}
     given = {name: value for name, value in arguments.items() if value is not None}
+    if total and given.get("num_items_in_batch") == 0:
+        raise UnsupportedError(
+            f"num_items_in_batch is 0, and the batch has {total} targets; leave it out, or count them"
+        )
     return defaults | given | others
 
 

@@ -61,7 +61,7 @@ def shard_batch(
             flattened batches (transformers', TRL's) give for one row: ``cu_seq_lens_q`` and ``cu_seq_lens_k``
             (documents + 1,), ``max_length_q`` and ``max_length_k``, ``seq_idx`` (1, S). And images and videos, whole
             and best left on the CPU, by the names that transformers' processors give them (``pixel_values``,
-            ``image_grid_thw``, ...), for the models in docs/multimodal.md.
+            ``image_grid_thw``, ...), for the models in docs/multimodal.md. An entry that is None is left out.
         mesh: the mesh of the model.
         layout: the layout that the model was parallelized with. ``balanced`` makes one for the documents of
             each sequence.
@@ -82,6 +82,7 @@ def shard_batch(
         UnsupportedError: keys, masks or positions that cannot be honoured, by name.
     """
     mesh = ring_mesh(mesh)
+    batch = {name: value for name, value in batch.items() if value is not None}
     unknown = sorted(set(batch) - TAKEN)
     if unknown:
         raise UnsupportedError(f"shard_batch does not know {', '.join(unknown)}; it takes {', '.join(sorted(TAKEN))}")
@@ -99,7 +100,7 @@ def shard_batch(
     targets = targets_of(batch, real)
     lengths = _document_lengths(batch["position_ids"], tokens) if "position_ids" in batch else None
     lengths = _flattened_lengths(batch, lengths, has_positions="position_ids" in batch)
-    named = [name for name in ("position_ids", *_FLATTENED) if batch.get(name) is not None]
+    named = [name for name in ("position_ids", *_FLATTENED) if name in batch]
     # Positions that count over the whole row are those that transformers gives it, padding on the left included.
     said_by = None if lengths is None and named in ([], ["position_ids"]) else named[0]
     counted = lengths
@@ -136,7 +137,7 @@ def shard_batch(
 
 def _flattened_lengths(batch: Mapping[str, Any], lengths: Tensor | None, *, has_positions: bool) -> Tensor | None:
     """Return a flattened row's document lengths; raise if its collator's values contradict each other or the row."""
-    given = [name for name in _FLATTENED if batch.get(name) is not None]
+    given = [name for name in _FLATTENED if name in batch]
     if not given:
         return lengths
     rows, length = batch["input_ids"].shape
@@ -145,6 +146,8 @@ def _flattened_lengths(batch: Mapping[str, Any], lengths: Tensor | None, *, has_
     said = {} if not has_positions else {"position_ids": [length] if lengths is None else lengths[0].tolist()}
     for name in given:
         if name.startswith("cu_seq_lens"):
+            if batch[name].dtype not in _INTEGERS:
+                raise UnsupportedError(f"{name} must be integers, got {batch[name].dtype}; convert it with .int()")
             ends = batch[name].flatten().tolist()
             if len(ends) < 2 or ends[0] != 0 or ends[-1] != length:
                 raise UnsupportedError(
@@ -170,7 +173,7 @@ def _flattened_lengths(batch: Mapping[str, Any], lengths: Tensor | None, *, has_
                 f"(from 0) has {documents[number]} and {others[number]} tokens"
             )
     for name in ("max_length_q", "max_length_k"):
-        if batch.get(name) is not None and int(batch[name]) != max(documents):
+        if name in batch and int(batch[name]) != max(documents):
             raise UnsupportedError(f"{name}={int(batch[name])}, the longest document has {max(documents)} tokens")
     return torch.tensor([documents]) if len(documents) > 1 else None
 

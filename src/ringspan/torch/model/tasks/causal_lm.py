@@ -152,8 +152,8 @@ class RingCausalLM(Saved, Fixed):
             UnsupportedError: an argument that a ring does not honour or no model has, or a config changed since
                 ``parallelize``.
         """
-        assert input_ids is not None and position_ids is not None, "checked by __call__"
-        assert num_items_in_batch is not None and sequence_length is not None, "filled in by __call__"
+        if input_ids is None or position_ids is None or num_items_in_batch is None or sequence_length is None:
+            raise UnsupportedError("forward was called by itself: call model(**batch), which gathers the weights first")
         renew_types(self)
         asked = _asked(kwargs)
         is_scored = asked is Asked.LOGPROBS
