@@ -557,8 +557,8 @@ MUTANTS = [
     Mutant(
         "documents dropped beside padding on the left",
         "torch/data/batch.py",
-        'for name in ("position_ids", *_FLATTENED) if batch.get(name) is not None',
-        'for name in ("position_ids",) if batch.get(name) is not None',
+        'for name in ("position_ids", *_FLATTENED) if name in batch',
+        'for name in ("position_ids",) if name in batch',
         "torch/data/test_batch.py::test_documents_behind_padding_stay_apart",
     ),
     Mutant(

@@ -179,16 +179,18 @@ def _sends(part: Part, groups: Layout, place: int, trades: tuple[Pass, Pass]) ->
     Blocks leave at a hop's start and results at its end, and go to the rank at the same place of another group.
     """
     sent: list[list[list[int]]] = [[] for _ in part.schedule.hops]
-    computed = 0
+    computed, blocks = 0, list[list[int]]()
     for event in forward(part):
         if isinstance(event, Compute):
-            computed += 1
+            computed = event.hop.index
+            sent[computed] += blocks
+            blocks = []
         elif isinstance(event, Post):
             is_result = event.number % MESSAGES_PER_HOP
-            sent[computed - is_result] += [
+            (sent[computed] if is_result else blocks).extend(
                 [groups.group_ranks(peer)[place], size(each.ranges), each.num_bytes, is_result]
                 for peer, each in event.sends
-            ]
+            )
     if groups.members == 1:
         return sent
     there, back = (_traded(part, groups, place, each, is_result) for is_result, each in enumerate(trades))
@@ -208,12 +210,13 @@ def _waits(part: Part, trades: dict[int, tuple[Pass, Pass]], *, is_traded: bool)
     """For each kind of link the time waited before each step, and after the last one."""
     found: list[list[float]] = []
     for link, (there, back) in trades.items():
-        waited = [there.seconds]
+        waited, before = [0.0] * (len(part.schedule.hops) + 1), there.seconds
         for stretch in timeline(part, speeds(link)):
             if isinstance(stretch.event, Compute):
-                waited.append(0.0)
+                waited[stretch.event.hop.index], before = before, 0.0
             else:
-                waited[-1] += stretch.stop - stretch.start
+                before += stretch.stop - stretch.start
+        waited[-1] = before
         # Nobody waits to trade: what a trade takes is waited for by what comes next.
         found.append([round(each, 1) for each in ([0.0, *waited, back.seconds] if is_traded else waited)])
     return found
