@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainerCallback
 import ringspan as rs
 from ringspan.core.errors import CheckpointError
 from ringspan.hf import RingConfig, RingTrainerMixin, seams
+from ringspan.hf.batches import takes_whole_batches, whole_logits
 from ringspan.hf.progress import load_optimizer, save_optimizer
 from tests.cases import long
 from tests.hf.trainers import Examples, arguments, differences, made, plain, saved, train
@@ -209,6 +210,22 @@ def predict_tops(mesh: Any, ring: dict[str, Any] | None, options: dict[str, Any]
     with tempfile.TemporaryDirectory() as folder:
         trainer = plain(mesh, "llama", ring, folder, options)
         return trainer.predict(Examples(5)).predictions
+
+
+def loss_beside_logits(mesh: Any) -> tuple[float, float]:
+    """The loss of a batch with few targets, of whose number the model is not told, on one process and on a ring."""
+    model, ids = build("llama").eval(), torch.arange(2, 25)[None]
+    batch = {"input_ids": ids, "labels": ids.masked_fill(ids > 5, -100)}
+    with torch.no_grad():
+        alone = float(model(**batch).loss)
+        takes_whole_batches(model, mesh, RingConfig(mesh=mesh).step)
+        with whole_logits(model, wanted=True):
+            return alone, float(model(**batch).loss)
+
+
+def test_the_loss_beside_logits_counts_the_targets_of_all_ranks(world):
+    for alone, found in world(4).run(loss_beside_logits, 4):
+        assert found == pytest.approx(alone, rel=TOLERANCE)
 
 
 def checkpointed(mesh: Any, folder: str, options: dict[str, Any], resume: str | None) -> Any:
