@@ -76,7 +76,7 @@ package: $(STAMP) ## build wheel and sdist into dist, and check what is in them
 	$(BIN)/python -m hatchling build
 	$(BIN)/python -m tests.package dist
 
-mutants: $(STAMP) ## plant bugs, one at a time, and see that the test named for each fails (ten minutes; SAMPLE=12 for the day's)
+mutants: $(STAMP) ## plant bugs, one at a time, and see that the test named for each fails (three minutes; SAMPLE=12 for the day's)
 	RINGSPAN_SAMPLE=$(SAMPLE) RINGSPAN_DAY=$$(date +%j) OMP_NUM_THREADS=1 $(BIN)/pytest -m seeded tests/mutants $(ARGS)
 
 fuzz: $(STAMP) ## run the property tests with 25 times as many, and new, random examples

@@ -47,6 +47,8 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 @pytest.fixture(scope="session", autouse=True)
 def server(request: pytest.FixtureRequest) -> None:
     """Import what ranks need once, meanwhile, and not in each rank of each test."""
+    if Pool.start_method == "fork":
+        return
     folders = {part for item in request.session.items for part in item.nodeid.partition("::")[0].split("/")}
     # The folders whose tests start ranks of their own.
     if folders & {"bench", "cli", "hf", "train"} or any("pool" in item.fixturenames for item in request.session.items):

@@ -39,9 +39,11 @@ class Pool:
     making one takes every process.
     """
 
+    start_method = "forkserver"  # "fork" in a process that has imported what ranks need, as planted bugs do
+
     def __init__(self, size: int = SIZE, *, launched: bool = False, timeout_seconds: int = TIMEOUT_SECONDS) -> None:
         self.size, self._launched, self._timeout = size, launched, timeout_seconds
-        self._context = mp.get_context("forkserver")
+        self._context = mp.get_context(self.start_method)
         self._start()
 
     def _start(self) -> None:

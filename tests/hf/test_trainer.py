@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Trainer
 import ringspan as rs
 from ringspan.core.errors import CheckpointError
 from ringspan.hf import RingConfig, RingTrainerMixin, seams
+from ringspan.hf.batches import takes_whole_batches, whole_logits
 from ringspan.hf.progress import load_optimizer, save_optimizer
 from tests.cases import long
 from tests.hf.trainers import TOLERANCE, Examples, arguments, check, differences, made, plain, saved, short_run, train
@@ -167,6 +168,22 @@ def test_a_batch_without_targets_has_no_part_in_an_evaluation(world, ranks, repl
     assert np.isfinite(expected).tolist() in ([True, False] * 2, [False, False] * 2)
     for found in world(ranks).run(evaluate_holes, ranks, {}, 2 // replicas, replicate=replicas):
         assert found == pytest.approx(expected, rel=TOLERANCE, nan_ok=True)
+
+
+def loss_beside_logits(mesh: Any) -> tuple[float, float]:
+    """The loss of a batch with few targets, of whose number the model is not told, on one process and on a ring."""
+    model, ids = build("llama").eval(), torch.arange(2, 25)[None]
+    batch = {"input_ids": ids, "labels": ids.masked_fill(ids > 5, -100)}
+    with torch.no_grad():
+        alone = float(model(**batch).loss)
+        takes_whole_batches(model, mesh, RingConfig(mesh=mesh).step)
+        with whole_logits(model, wanted=True):
+            return alone, float(model(**batch).loss)
+
+
+def test_the_loss_beside_logits_counts_the_targets_of_all_ranks(world):
+    for alone, found in world(4).run(loss_beside_logits, 4):
+        assert found == pytest.approx(alone, rel=TOLERANCE)
 
 
 def checkpointed(mesh: Any, folder: str, options: dict[str, Any], resume: str | None) -> Any:

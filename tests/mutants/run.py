@@ -1,28 +1,31 @@
 """Judge the mutants: for each fork a process, change one piece of one module on import, and run its test.
 
 The parent imports what is slow to import and nothing of ringspan, so that a child loads the changed code as if it were
-so on disk; so do the ranks that its test starts. Another child runs all of these tests on the sound code, with few
-examples: that they pass with all of them the suite shows. Writes ``{mutant: pytest's exit code}``, and that of the
-sound code under ``""``.
+so on disk. Ranks of its test's pool fork from the child, others import that code afresh. Two more children run all of
+these tests on the sound code, with few examples: that they pass with all of them the suite shows. Writes
+`{mutant: pytest's exit code}`, and those of the sound code as "0" and "1".
 """
 
+import importlib
 import json
 import os
 import sys
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 
-import hypothesis.strategies  # noqa: F401 - imported for the children
-import numpy  # noqa: F401
 import pytest
-import torch.distributed.fsdp
-import torch.distributed.launcher.api
-import transformers.modeling_utils  # noqa: F401
+import torch
 
 from tests.mutants.change import ROOT, change
 from tests.mutants.mutants import Mutant, chosen
 
-NOT_NEEDED = "cacheprovider", "anyio", "unraisableexception", "threadexception"  # half of what a short test takes
+# Half of what a short test takes; and warnings as errors, which ranks would inherit.
+NOT_NEEDED = "cacheprovider", "anyio", "unraisableexception", "threadexception", "warnings"
+IMPORTED = (
+    *("hypothesis.strategies", "numpy", "torch.distributed.fsdp", "torch.distributed.launcher.api"),
+    *("transformers.models.llama.modeling_llama", "datasets", "peft", "trl", "trl.experimental.orpo"),
+)
 
 
 def start(tests: Iterable[str], mutant: Mutant | None = None) -> int:
@@ -42,6 +45,9 @@ def start(tests: Iterable[str], mutant: Mutant | None = None) -> int:
                 options.append("--hypothesis-profile=unshrunk")  # that an example fails is enough
             else:
                 os.environ["RINGSPAN_FUZZ"] = "0.05"
+            from tests.pool import Pool  # now, for it imports ringspan
+
+            Pool.start_method = "forkserver" if torch.cuda.is_available() else "fork"
             code = int(pytest.main([*(str(ROOT / "tests" / test) for test in tests), *options]))
         finally:
             os._exit(code)
@@ -50,9 +56,13 @@ def start(tests: Iterable[str], mutant: Mutant | None = None) -> int:
 
 def main() -> None:
     torch.set_num_threads(1)  # a forked process cannot use its parent's threads
+    for name in IMPORTED:
+        with suppress(ImportError):
+            importlib.import_module(name)
     sound = sorted({mutant.test for mutant in chosen()})
     runs: list[tuple[str, list[str], Mutant | None]] = [(mutant.name, [mutant.test], mutant) for mutant in chosen()]
-    runs.append(("", sound, None))
+    half = len(sound) // 2
+    runs += [("0", sound[:half], None), ("1", sound[half:], None)]
     verdicts: dict[str, int] = {}
     under_way: dict[int, str] = {}
     while runs or under_way:
