@@ -12,9 +12,8 @@ from unittest import mock
 import pytest
 from rich.console import Console
 
-from ringspan.cli.console import console, facts, paragraph, table, working
+from ringspan.cli.console import console, paragraph, working
 from ringspan.cli.main import main
-from ringspan.cli.progress import describe
 from ringspan.core.errors import RankLost
 from ringspan.measure.bench import attention
 from ringspan.measure.cluster import doctor
@@ -76,20 +75,6 @@ def test_a_number_and_its_unit_stay_together(capsys, monkeypatch):
     assert shown(capsys, monkeypatch, "23", lambda out: paragraph(out, text[36:])) == ["80.0 GB and", "4,096 tokens"]
 
 
-def test_values_stand_below_each_other_and_are_not_markup(capsys, monkeypatch):
-    rows = [("one", "[red]1"), ("three", "3")]
-    assert shown(capsys, monkeypatch, "80", lambda out: facts(out, "a title [x]", rows)) == [
-        "a title [x]", "  one    [red]1", "  three  3",
-    ]  # fmt: skip
-
-
-def test_a_title_is_not_squeezed_into_a_narrow_table(capsys, monkeypatch):
-    title = "a title that is wider than what stands below"
-    lines = shown(capsys, monkeypatch, "80", lambda out: table(out, title, ["[a]", "b"], [["x", "1"]], numbers=1))
-    assert lines[0] == title
-    assert "[a]" in lines[2] and "x" in lines[4]
-
-
 def test_json_has_standard_output_for_itself(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["ringspan", "plan", "--json", "--device", "a100"])
     with pytest.raises(SystemExit):
@@ -109,20 +94,6 @@ METRICS = StepMetrics(
     peak_bytes=2_000_000_000,
     seconds=1.0,
 )
-
-
-@pytest.mark.parametrize(
-    ("width", "shown"),
-    [
-        (None, "loss 1.2500  12,345 tokens/s  matmul 40%  peak 2.00 GB per rank"),
-        (63, "loss 1.2500  12,345 tokens/s  matmul 40%  peak 2.00 GB per rank"),
-        (62, "loss 1.2500  12,345 tokens/s  matmul 40%"),
-        (30, "loss 1.2500  12,345 tokens/s"),
-        (1, "loss 1.2500"),
-    ],
-)
-def test_what_has_no_room_beside_the_step_is_left_out(width, shown):
-    assert describe(METRICS, width) == shown
 
 
 def started(*arguments, **options):

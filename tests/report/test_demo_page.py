@@ -1,6 +1,5 @@
 """The report is valid, self-contained and complete; its pictures show the pairs that the schedule computes."""
 
-import math
 import re
 import xml.etree.ElementTree as ElementTree
 from collections import defaultdict
@@ -22,7 +21,6 @@ from ringspan.core.geometry.mask import Mask, causal, documents, full, prefix_lm
 from ringspan.core.geometry.ranges import size
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.report import demo_page
-from ringspan.report.charts import loss_picture, memory_picture
 from ringspan.report.demo_page import MAX_ROWS, write_report
 from ringspan.report.drawing import GROUND, INK, PAPER, RANK_COLOURS, SOFT, canvas, svg, text
 from ringspan.report.ring_pictures import ring_picture, travel_picture
@@ -228,23 +226,6 @@ def test_missing_and_empty_parts_are_said_to_be_missing(tmp_path: Path, missing:
         assert said >= 1
 
 
-def test_numbers_that_are_none_or_not_numbers(tmp_path: Path):
-    made = result()
-    made["metrics"][5] |= {"loss": math.nan, "matmul_utilization": None}
-    made["metrics"][6] = {"step": 7}
-    made["evaluation"] = [{"step": 24, "eval_loss": math.inf}]
-    made["proof"] |= {"loss_ring": math.nan}
-    made["proof"]["gradients"][2]["relative_difference"] = math.nan
-    made["proof"]["gradients"][4]["relative_difference"] = None
-    made["memory"][1]["activation_bytes"] = None
-    page = Page(written(made, tmp_path))
-    assert "some gradients are not numbers" in page.text
-    assert "worst gradient: model.layers.2.self_attn.q_proj.weight" in page.text
-    assert not any(
-        re.search(r"\bnan\b", value) for name, value in page.attributes if name in {"points", "d", "cx", "cy"}
-    )
-
-
 def test_a_long_run_of_a_large_model_stays_small(tmp_path: Path):
     made = result()
     made["metrics"] = [made["metrics"][0] | {"step": step, "loss": 5 + 1 / (1 + step)} for step in range(20_000)]
@@ -315,11 +296,6 @@ def covered(corners: np.ndarray, length: int) -> np.ndarray:
     return inside
 
 
-def area(corners: np.ndarray) -> float:
-    x, y = corners.T
-    return abs(float(x @ np.roll(y, -1) - y @ np.roll(x, -1))) / 2
-
-
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.name}-{layout.ranks}")
 def test_each_allowed_pair_is_drawn_once_in_the_colour_of_its_rank_and_at_its_hop(layout: Layout, mask: Mask):
@@ -340,29 +316,6 @@ def test_each_allowed_pair_is_drawn_once_in_the_colour_of_its_rank_and_at_its_ho
     for query, key in np.argwhere(allowed):
         rank = owner[query]
         assert seen[query, key].tolist() == [rank, hop_of[rank, owner[key]]]
-
-
-@pytest.mark.parametrize("layout", [Layout("zigzag", 8192, 4), Layout("contiguous", 6000, 3)], ids=str)
-@pytest.mark.parametrize("mask", [causal(), full(), sliding_window(900)], ids=str)
-def test_drawn_areas_are_the_work_of_the_ranks(layout: Layout, mask: Mask):
-    shapes = polygons(ring_picture(layout, mask))
-    for rank in range(layout.ranks):
-        mine = [shape for (drawn_by, _), tiles in shapes.items() if drawn_by == rank for shape in tiles]
-        # A straight edge misses at most half a cell at each of its two ends.
-        assert sum(map(area, mine)) == pytest.approx(make_schedule(layout, mask, rank).num_pairs, abs=len(mine))
-
-
-def test_the_picture_states_the_work_and_its_axes():
-    picture = ring_picture(Layout("contiguous", 8192, 2), causal())
-    words = "".join(ElementTree.fromstring(svg(picture)).itertext())
-    for word in ("25.0 %", "75.0 %", "query position", "key position", "rank 0", "rank 1", "8,192"):
-        assert word in words
-
-
-def test_later_hops_are_fainter():
-    tiles = drawn(ring_picture(Layout("zigzag", 4096, 4), full()), "tile")
-    opacity = {numbers(title, "hop")[0]: patch.get_facecolor()[3] for patch, title in tiles if "rank 1, hop" in title}
-    assert [hop for hop, _ in sorted(opacity.items(), key=lambda item: -item[1])] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("layout", [Layout("striped", 4096, 2), Layout("zigzag", 4096, 9)], ids=str)
@@ -389,43 +342,6 @@ def test_the_travel_picture_fills_what_arrives(name: Any, mask: Mask):
             assert {to_hex(bar.get_facecolor()) for bar in here} <= {RANK_COLOURS[hop.owner].lower()}
     words = "".join(ElementTree.fromstring(svg(picture)).itertext())
     assert f"{sum(make_schedule(layout, mask, rank).sent_tokens for rank in range(4)):,} tokens sent" in words
-
-
-def test_the_loss_picture_puts_each_point_in_its_place():
-    rows = [{"step": step, "loss": loss} for step, loss in ((1, 8.0), (2, 6.0), (3, math.nan), (5, 4.0))]
-    picture = loss_picture(rows, [{"step": 5, "eval_loss": 5.0}])
-    assert picture is not None
-    written = ElementTree.fromstring(svg(picture))
-    curve = next(group for group in written.iter(f"{SVG}g") if group.attrib.get("class") == "curve")
-    corners = next(curve.iter(f"{SVG}path")).attrib["d"].replace("M", "L").split("L")[1:]
-    points = np.array([corner.split() for corner in corners], dtype=float)
-    assert points.shape == (3, 2)
-    assert np.diff(points[:, 0]).tolist() == pytest.approx([81.0, 243.0], abs=0.2)
-    assert points[1, 1] - points[0, 1] == pytest.approx(points[2, 1] - points[1, 1], abs=0.2)
-    assert points[2, 1] > points[1, 1] > points[0, 1], "a lower loss is drawn lower"
-    [last, evaluated] = [patch.get_path().vertices for patch, _ in drawn(picture, "marker")]
-    assert last[:-1].mean(axis=0).tolist() == pytest.approx(points[2].tolist(), abs=0.06)
-    assert evaluated[0, 0] - 6 == pytest.approx(points[2, 0], abs=0.06) and evaluated[0, 1] < points[2, 1]
-    assert [title for _, title in drawn(picture, "spot")] == [
-        "step 1: loss 8.0000", "step 2: loss 6.0000", "step 5: loss 4.0000",
-    ]  # fmt: skip
-    words = "".join(written.itertext())
-    assert "train 4.000" in words and "eval 5.000" in words and "step" in words
-    assert loss_picture([{"step": 1}], []) is None and loss_picture([], []) is None
-
-
-def test_the_memory_picture_is_to_scale_and_marks_the_ideal():
-    rows = [{"ring": 1, "activation_bytes": 400e6}, {"ring": 2, "activation_bytes": 220e6, "tokens_per_rank": 64}]
-    picture = memory_picture(rows)
-    assert picture is not None
-    bars = [patch for patch, _ in drawn(picture, "bar")]
-    assert width(bars[1]) / width(bars[0]) == pytest.approx(0.55, abs=1e-3)
-    [ideal] = [line for line in picture.axes[0].lines if line.get_gid() == "ideal|"]
-    start = bars[1].get_path().vertices[0, 0]
-    assert ideal.get_xdata()[0] - start == pytest.approx(width(bars[0]) / 2, abs=0.02)
-    assert memory_picture([]) is None
-    alone = memory_picture(rows[1:])
-    assert alone is not None and "ideal" not in "".join(ElementTree.fromstring(svg(alone)).itertext())
 
 
 def test_the_svg_shows_what_the_figure_holds_in_light_and_in_dark():

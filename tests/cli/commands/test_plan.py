@@ -58,36 +58,6 @@ PLANS = {
 }
 
 
-@pytest.mark.parametrize("columns", [80, 100, 200])
-@pytest.mark.parametrize("options", PLANS.values(), ids=PLANS)
-def test_the_text_keeps_to_the_width_and_tears_nothing(monkeypatch, capsys, options, columns):
-    monkeypatch.setenv("COLUMNS", str(columns))
-    text = printed(monkeypatch, capsys, *options)
-    lines = text.splitlines()
-    assert lines[0].startswith("fits: ") and lines[1].startswith("longest sequence that fits: ")
-    assert max(map(len, lines)) <= columns
-    rows = [line for line in lines[lines.index("how to run it") : lines.index("why")] if line.startswith("  ")]
-    assert not any(row.startswith(" " * 5) for row in rows), "a value goes on in the next line"
-    assert " 0.0 GB" not in text and "e+" not in text
-
-
-def test_a_file_gets_no_colour_and_whole_lines(monkeypatch, capsys):
-    monkeypatch.delenv("COLUMNS", raising=False)
-    text = printed(monkeypatch, capsys, "--length", "9000000")
-    result = json.loads(printed(monkeypatch, capsys, "--length", "9000000", "--json"))
-    assert "\x1b" not in text
-    assert {f"- {reason}" for reason in result["reasons"]} <= set(text.splitlines())
-
-
-def test_colour_is_for_terminals_that_want_it(monkeypatch, capsys):
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    assert "\x1b[" in printed(monkeypatch, capsys)
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert "\x1b" not in printed(monkeypatch, capsys)
-
-
 GENERATE = ("--generate", "--prompt", "100000", "--new-tokens", "50")
 
 
@@ -134,10 +104,6 @@ def test_the_examples_of_generation_are_none_that_generate_refuses(monkeypatch, 
     example = EPILOG.rpartition("ringspan plan ")[2].split()
     result = json.loads(printed(monkeypatch, capsys, *example, "--json"))
     assert result["fits"] and not any("refuses" in reason for reason in result["reasons"])
-
-
-def test_a_name_of_two_devices_is_said_to_be_one(monkeypatch, capsys):
-    assert "--device a100 is taken as NVIDIA A100 80 GB" in printed(monkeypatch, capsys, "--device", "a100")
 
 
 def test_nodes_change_the_links(monkeypatch, capsys):

@@ -12,7 +12,6 @@ from torch.distributed.tensor import DTensor, Shard
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.names import CATEGORIES, CHECKPOINT_NAMES
-from ringspan.core.schedule import choice
 from ringspan.measure.trace import tracker
 from ringspan.measure.trace.dry_run import fake_mesh, hugging_face_config, summary, thinned, trace
 from ringspan.plan.cluster.hardware import DEVICES
@@ -146,20 +145,6 @@ def test_what_the_loop_holds_is_counted_to_a_percent(route):
     assert formula.peak_bytes == pytest.approx(traced.total_bytes, rel=0.002)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_the_loop_holds_where_members_share_a_head_is_counted_to_a_percent(dtype):
-    """Their gradients stay float32 sums until the owner has them, whatever the dtype of the model."""
-    route = "ulysses:4+all-gather"
-    setting = Setting(
-        length=32_768, ring=16, checkpoint="full", route=route, norm_chunk_tokens=1024, compute_dtype=dtype
-    )
-    config = models.config("llama", **WIDE | THIN | {"num_key_value_heads": 2})
-    traced = trace(config, setting, 0).peak
-    formula = training_memory(from_config(config.to_dict(), "llama"), setting)
-    assert formula.moment == "attention backward"
-    assert formula.peak_bytes == pytest.approx(traced.total_bytes, rel=0.002)
-
-
 @pytest.mark.parametrize(("checkpoint", "layers"), [("attention", 3), ("full", 4)])
 def test_what_segments_of_layers_keep_is_counted_to_a_percent(checkpoint, layers):
     setting = Setting(length=32_768, ring=2, checkpoint=checkpoint)
@@ -169,29 +154,6 @@ def test_what_segments_of_layers_keep_is_counted_to_a_percent(checkpoint, layers
     formula, traced = training_memory(shape, segments).peak_bytes, trace(config, segments, 0).peak.total_bytes
     assert formula < training_memory(shape, setting).peak_bytes
     assert formula == pytest.approx(traced, rel=0.002)
-
-
-@pytest.mark.parametrize("route", [*long("ring", "bidirectional"), "double-ring:2", "ulysses:2+ring"])
-def test_what_the_loop_holds_of_one_group_of_heads_after_the_other(monkeypatch, route):
-    setting = Setting(length=32_768, ring=8, checkpoint="full", route=route, norm_chunk_tokens=1024)
-    config = models.config("llama", **WIDE | THIN)
-    shape = from_config(config.to_dict(), "llama")
-    at_once = training_memory(shape, setting).peak_bytes
-    monkeypatch.setattr(choice, "WORTH_A_CALL", 0)
-    monkeypatch.setattr(choice, "MOST_HEAD_GROUPS", 2)  # with more, feed-forwards hold more than attention
-    formula, traced = training_memory(shape, setting), trace(config, setting, 0).peak
-    assert (formula.moment, formula.peak_bytes < at_once) == ("attention backward", True)
-    assert formula.peak_bytes == pytest.approx(traced.total_bytes, rel=0.002)
-
-
-def test_the_formula_of_the_fine_tuning_story_is_that_of_the_trace_where_the_embedding_decides():
-    """Llama 3.1 8B at 8K on a ring of four with attention kept, of which two of its layers do."""
-    shape = replace(MODELS["llama-3.1-8b"], layers=2)
-    setting = Setting(length=8192, ring=4, parameter_dtype="bfloat16")
-    traced = trace(hugging_face_config(shape, setting.length), setting).peak
-    formula = training_memory(shape, setting)
-    assert formula.moment == "embedding reduction"
-    assert formula.peak_bytes == pytest.approx(traced.total_bytes, rel=0.01)
 
 
 @pytest.mark.parametrize(("vocabulary", "checkpoint"), [*zip((501, 502, 501), CHECKPOINT_NAMES, strict=True)])

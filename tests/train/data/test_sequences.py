@@ -302,15 +302,6 @@ def test_a_trained_tokenizer_round_trips_any_text_and_is_deterministic():
     assert (tokenizer.eos_token, tokenizer.eos_token_id, tokenizer.pad_token_id) == ("<|endoftext|>", 0, 0)
 
 
-def test_the_smallest_vocabulary_is_the_bytes_and_end_of_text():
-    documents = Dataset.from_dict({"text": ["abc"]})
-    assert len(train_tokenizer(documents, 257)) == 257
-    with pytest.raises(
-        ConfigError, match=r"model\.config\.vocab_size = 256: a byte-level tokenizer needs at least 257"
-    ):
-        train_tokenizer(documents, 256)
-
-
 def test_each_document_ends_with_end_of_text_once():
     documents = Dataset.from_dict({"text": ["ab", "cd<|endoftext|>", "e"]})
     tokenizer = train_tokenizer(documents, 257)
@@ -456,17 +447,6 @@ def test_separate_documents_by_hand():
     assert second["position_ids"].tolist() == [0, 1, 2, 3]
 
 
-def test_the_padding_rule_by_hand():
-    found = sequences_of(stream_of([6, 1, 3]), "cut", 4)
-    assert [sequence["input_ids"].tolist() for sequence in found] == [[0, 1, 2, 3], [4, 5, PAD, PAD], [7, 8, 9, PAD]]
-    assert [sequence["shift_labels"].tolist() for sequence in found] == [
-        [1, 2, 3, 4],
-        [5, IGNORED, IGNORED, IGNORED],
-        [8, 9, IGNORED, IGNORED],
-    ]
-    assert found.num_dropped_tokens == 1
-
-
 def test_an_index_counts_from_either_end_and_stays_inside():
     found = sequences_of(stream_of([20]), "pack", 4)
     assert len(found) == 4
@@ -551,15 +531,6 @@ def test_a_default_does_not_refuse_a_text_that_is_long_enough_to_train_on(tmp_pa
     data = build_data(train_config(file), tokenizer)
     assert data.eval is None and len(data.train) == 2
     assert "17 tokens are too few to hold some out" in caplog.text
-
-
-def test_building_twice_gives_the_same_files_and_the_same_sequences(tmp_path: Path):
-    config = train_config(corpus(tmp_path, 25))
-    tokenizer = train_tokenizer(load_documents(config.data), 270)
-    first, second = build_data(config, tokenizer), build_data(config, tokenizer)
-    assert len(first.train) == len(second.train)
-    for one, two in zip(first.train, second.train, strict=True):
-        assert np.array_equal(one["input_ids"], two["input_ids"])
 
 
 SECOND_PROCESS = """
