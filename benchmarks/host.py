@@ -93,7 +93,6 @@ def row() -> dict[str, Any]:
 if __name__ == "__main__":
     rows = json.loads(RESULT.read_text())["rows"] if RESULT.exists() else {}
     rows[sys.argv[1] if len(sys.argv) > 1 else "this version"] = row()
-    RESULT.write_text(
-        json.dumps({"unit": "microseconds", "machine": describe_machine(), "rows": rows}, indent=2) + "\n"
-    )
+    facts = {"command": "OMP_NUM_THREADS=1 python -m benchmarks.host", "machine": describe_machine()}
+    RESULT.write_text(json.dumps(facts | {"unit": "microseconds", "rows": rows}, indent=2) + "\n")
     print(json.dumps(rows, indent=2))
