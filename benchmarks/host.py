@@ -1,10 +1,10 @@
-"""Host microseconds of the ring loop, with a kernel that computes nothing and a network without anybody.
+"""Host microseconds of the ring loop, with a kernel that computes nothing and no other ranks.
 
     OMP_NUM_THREADS=1 python -m benchmarks.host [VERSION]
 
-A pass over one rank's own block is the entry, a hop and a launch. More ranks whose blocks nobody needs add hops without
-work; more documents add launches. Each figure is the least of many repeats. To compare with an older version, run it
-again with that one's ``PYTHONPATH`` and a name for it: its rows are added to the file.
+A pass over one rank's own block is the entry, a hop and a launch. Further ranks, whose blocks are not needed, add hops
+without work; further documents add launches. Each figure is the least of many repeats. To compare with an older
+version, run it again with that one's ``PYTHONPATH`` and a name for it: its rows are added to the file.
 """
 
 import json

@@ -24,12 +24,12 @@ from tests.every_model.refusals import refusal_of
 from tests.every_model.tiny import KINDS, MULTIMODAL, auto_class, tiny_config, tiny_model, tiny_tokens, undropped_config
 from tests.pool import Pool
 from tests.torch.float64 import in_float64_of
-from tests.torch.models import relative
+from tests.torch.models import relative, whole_gradients
 from tests.torch.multimodal.models import KINDS as WITH_IMAGES
 from tests.torch.multimodal.models import batch_of
 from tests.torch.multimodal.models import one_process as image_step_of_one
 from tests.torch.multimodal.test_training import ring_step as image_step
-from tests.torch.test_parallelize import restarting, whole_gradients
+from tests.torch.test_parallelize import restarting
 
 ROOT: Final = Path(__file__).parents[2]
 RESULTS: Final = ROOT / "benchmarks" / "results" / "models.json"

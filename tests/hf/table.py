@@ -85,7 +85,7 @@ def of_the_library(mesh: Any, make: Callable[..., Any], options: dict[str, Any])
 
 
 def apart(case: Case, ranks: int, replicas: int, pools: dict[int, Pool]) -> tuple[dict[str, float], dict[str, Any]]:
-    """How far a case is from one process, by figure and of all ranks the furthest; and what that process logged."""
+    """Return a case's largest differences from one process over all ranks, by figure, and the log of that process."""
     sizes = {"per_device_train_batch_size": 2 * replicas}
     if case.make is not sft:  # TRL evaluates each process's batch by itself, and takes the mean
         sizes["per_device_eval_batch_size"] = 2 * replicas

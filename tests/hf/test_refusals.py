@@ -92,7 +92,7 @@ def with_callback(mesh: Any, model: str, ring: dict[str, Any], folder: str, opti
 
 
 def with_optimizer(mesh: Any, model: str, ring: dict[str, Any], folder: str, options: dict[str, Any]) -> None:
-    """Of the whole weights."""
+    """A norm of whole weights."""
     of, ring = made(model), {"ring": RingConfig(mesh=mesh)}
     Ring(model=of, args=arguments(folder), optimizers=(torch.optim.AdamW(of.parameters()), None), **ring)
 

@@ -164,7 +164,7 @@ def kept_bytes(module: Any, hidden: Tensor) -> int:
 
 @contextmanager
 def logged(name: str = "ringspan") -> Iterator[list[str]]:
-    """The messages of a logger meanwhile, on a rank of the pool too."""
+    """Collect the messages of a logger while active, on a rank of the pool too."""
     lines: list[str] = []
     logger, handler = logging.getLogger(name), logging.Handler()
     handler.emit = lambda record: lines.append(record.getMessage())

@@ -20,7 +20,6 @@ from ringspan.torch.model.support import refuse_config, refuse_unsupported
 from ringspan.torch.transport.exchange import COUNTERS
 from tests.cases import long
 from tests.torch.models import build, check, relative, step, tokens, whole_gradients
-from tests.torch.models import whole as whole  # for others too
 
 
 def labelled(batch: int, length: int, labels: str) -> tuple[Tensor, Tensor]:

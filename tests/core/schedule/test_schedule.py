@@ -28,7 +28,7 @@ ROUTES = ["ring", "bidirectional", "double-ring:1", "double-ring:2", "double-rin
 
 
 def computed(layout, mask, key_layout=None, route="ring"):
-    """How often each (query, key) pair of positions is computed, over all ranks and hops."""
+    """Count the computations of each (query, key) pair of positions, over all ranks and hops."""
     keys = key_layout or layout
     ends = [max(int(one.positions(rank).max(initial=-1)) for rank in range(one.ranks)) + 1 for one in (layout, keys)]
     counts = np.zeros(ends, dtype=int)

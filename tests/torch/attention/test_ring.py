@@ -164,7 +164,7 @@ class Problem:
         return self.passes(layout, keys, passed)
 
     def passes(self, layout, keys, passed):
-        """As ``on_ring``; ``passed`` gives a rank its pass over the exchange."""
+        """Run ``on_ring``'s steps; ``passed`` gives a rank its pass over the exchange."""
 
         def local(rank):
             wholes = (self.q, layout), (self.k, keys), (self.v, keys), (self.dout, layout)

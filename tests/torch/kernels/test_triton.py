@@ -118,7 +118,7 @@ def without_interpreter(script: str) -> str:
 
 
 def test_new_lengths_compile_no_program_anew():
-    """What Triton would remember a program by, of launches at random rows and keys, as its own binder says."""
+    """Launches at random rows and keys give Triton's own binder few keys to remember programs by."""
     script = """
 import random, torch
 from triton.backends.compiler import GPUTarget

@@ -19,9 +19,8 @@ import ringspan as rs
 from ringspan.torch.attention import op
 from tests.cases import long
 from tests.pool import Pool
-from tests.torch.models import build, relative, tokens
+from tests.torch.models import build, relative, tokens, whole_gradients
 from tests.torch.recurrence.models import build as build_stateful
-from tests.torch.test_parallelize import whole_gradients
 
 DOCUMENTS = [[[10, 30]], [[15, 25]], [[10, 10, 20, 8]], [[41]]]
 

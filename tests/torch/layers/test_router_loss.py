@@ -14,8 +14,8 @@ from ringspan.torch.layers.router_loss import RouterLoss
 from ringspan.torch.layers.router_record import RouterRecorder
 from tests.cases import long
 from tests.every_model.tiny import tiny_model
-from tests.torch.models import build, relative, tokens
-from tests.torch.test_parallelize import restarting, whole_gradients
+from tests.torch.models import build, relative, tokens, whole_gradients
+from tests.torch.test_parallelize import restarting
 
 LENGTH = 37
 

@@ -16,8 +16,7 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.modules import local_part
 from ringspan.torch.layers.packed import plain_parts
 from tests.torch.model.test_peft import PROJECTIONS, check, step, stir
-from tests.torch.models import build, tokens
-from tests.torch.test_parallelize import whole
+from tests.torch.models import build, tokens, whole
 
 torchao: Any = pytest.importorskip("torchao.quantization")
 Int8WeightOnlyConfig, IntxWeightOnlyConfig = torchao.Int8WeightOnlyConfig, torchao.IntxWeightOnlyConfig

@@ -26,8 +26,7 @@ import ringspan as rs
 from ringspan.torch.generate.cache.identity import weights_digest
 from ringspan.torch.model.support import refuse_unsupported
 from ringspan.torch.tensor_parallel.split import refuse_split
-from tests.torch.models import build, relative, tokens
-from tests.torch.test_parallelize import whole, whole_gradients
+from tests.torch.models import build, relative, tokens, whole, whole_gradients
 
 LENGTH = 37
 PROJECTIONS = ["q_proj", "v_proj", "down_proj"]

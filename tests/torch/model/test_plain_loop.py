@@ -7,8 +7,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
-from tests.torch.models import build, relative, tokens
-from tests.torch.test_parallelize import whole, whole_gradients
+from tests.torch.models import build, relative, tokens, whole, whole_gradients
 
 STEPS = 3
 

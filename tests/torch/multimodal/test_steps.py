@@ -9,10 +9,9 @@ from torch.nn.functional import cross_entropy
 
 import ringspan as rs
 from tests.every_model.weights import there_and_back
-from tests.torch.models import relative
+from tests.torch.models import relative, whole
 from tests.torch.multimodal.models import batch_of, build
 from tests.torch.multimodal.test_training import MANY, NONE, ONE, VIDEOS
-from tests.torch.test_parallelize import whole
 
 STEPS = ((MANY, NONE), (NONE, ONE), (VIDEOS, MANY))  # each of two micro-steps
 RATE = 1e-2

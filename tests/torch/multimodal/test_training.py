@@ -11,9 +11,8 @@ import ringspan as rs
 from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.names import BatchLayoutName
 from tests.cases import long
-from tests.torch.models import relative
+from tests.torch.models import relative, whole_gradients
 from tests.torch.multimodal.models import IMAGE, Example, batch_of, build, one_process
-from tests.torch.test_parallelize import whole_gradients
 
 NONE: list[Example] = [[9, 4], [7]]
 ONE: list[Example] = [[3, "i", 8]]

@@ -12,9 +12,9 @@ import ringspan as rs
 from ringspan.torch.model.support import refuse_unsupported
 from tests.cases import long
 from tests.every_model.hybrids import HYBRIDS
-from tests.torch.models import relative
+from tests.torch.models import relative, whole_gradients
 from tests.torch.recurrence.models import build
-from tests.torch.test_parallelize import restarting, whole_gradients
+from tests.torch.test_parallelize import restarting
 
 
 def batch_of(rows: int, length: int) -> Tensor:

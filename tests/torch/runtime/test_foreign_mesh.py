@@ -11,8 +11,7 @@ import ringspan as rs
 from ringspan.core.mesh_axes import assigned, recognised
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
 from tests.cases import few
-from tests.torch.models import build, relative, tokens
-from tests.torch.test_parallelize import whole_gradients
+from tests.torch.models import build, relative, tokens, whole_gradients
 
 IDS = tokens(4, 21)
 
@@ -118,7 +117,7 @@ def test_a_part_of_a_mesh_needs_its_own_ranks_alone(pool):
 
 
 def refused(_: DeviceMesh) -> list[str]:
-    """What is said of a mesh in which weights would be split twice, and of an axis that nobody knows."""
+    """Return the refusals of a mesh that would split weights twice, and of an unknown axis."""
     said = []
     for name in ("dp_shard", "pp"):
         with pytest.raises(rs.ConfigError) as caught:

@@ -1,4 +1,4 @@
-"""What NCCL is told, and the order in which it is called, as far as can be seen without it."""
+"""Options and order of NCCL's calls, and other costs beside the device, as far as a CPU shows them."""
 
 import os
 from datetime import timedelta
@@ -90,7 +90,7 @@ def calls_of_a_step(both, options):
 
 @pytest.mark.parametrize("options", [{}, {"checkpoint": "attention", "layers_per_checkpoint": 2}], ids=str)
 def test_all_ranks_start_their_communicators_in_one_order(pool, options):
-    """Of two communicators in flight NCCL wants one order of launches on all ranks that share both."""
+    """NCCL wants one order of launches for two communicators on all ranks that share both."""
     logs = pool.run(calls_of_a_step, 4, options, replicate=2)
     # By the axis of a group: its ranks are neighbours on the ring, and two apart between replicas.
     kinds = [[(ranks[-1] - ranks[0], name) for ranks, name in log if len(ranks) > 1] for log in logs]

@@ -101,7 +101,7 @@ def run(settings: "TrainConfig", nproc: int | None, max_restarts: int = 0) -> "t
 
 
 def _spare_memory() -> None:
-    """Let CUDA's allocator grow its segments, where nobody has set it up, before it starts: it keeps less unused."""
+    """Let CUDA's allocator grow its segments, which wastes less memory, unless the user has configured it."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 

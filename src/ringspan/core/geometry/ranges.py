@@ -37,11 +37,11 @@ def size(ranges: Ranges) -> int:
     return total
 
 
-def offset(ranges: Ranges, index: int) -> int:
-    """Return where ``index`` is stored when the ranges are packed one behind the other."""
+def stored(ranges: Ranges, start: int, stop: int) -> slice:
+    """Return where [start, stop), which lie in one range, are stored when the ranges are packed one after the other."""
     packed = 0
-    for start, stop in ranges:
-        if start <= index < stop:
-            return packed + index - start
-        packed += stop - start
-    raise AssertionError(f"index {index} is not in {ranges}")
+    for first, last in ranges:
+        if first <= start < last:
+            return slice(packed + start - first, packed + stop - first)
+        packed += last - first
+    raise AssertionError(f"index {start} is not in {ranges}")

@@ -127,7 +127,7 @@ def timed(function: Callable[[], Any], device: torch.device) -> float:
 
 
 class Timing(NamedTuple):
-    """Seconds of one call: until the device has done it, of the device's work alone, and of the host's."""
+    """Seconds of one call: until the device is done, and of the device and the host each."""
 
     wall: float
     device: float

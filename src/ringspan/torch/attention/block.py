@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringspan.core.geometry.ranges import Ranges, offset, size
+from ringspan.core.geometry.ranges import Ranges, size, stored
 from ringspan.torch.kernels.partials.partial import Partial
 from ringspan.torch.kernels.partials.written_rows import WrittenRows
 from ringspan.torch.transport.exchange import TensorSpec
@@ -93,7 +93,7 @@ class Block:
 
     @property
     def nothing(self) -> "Block":
-        """The block of none of these tokens."""
+        """An empty block of the same heads and sizes."""
         return Block((), self.k[:, :, :0], self.v[:, :, :0])
 
     def pack(self, ranges: Ranges, make: Callable[[TensorSpec], Tensor] = TensorSpec.empty) -> "Block":
@@ -122,8 +122,7 @@ class Block:
 
     def rows(self, start: int, stop: int) -> slice:
         """Return the rows of the owner's tokens [start, stop)."""
-        first = offset(self.ranges, start)
-        return slice(first, first + stop - start)
+        return stored(self.ranges, start, stop)
 
 
 class RunningSum:
@@ -185,13 +184,11 @@ class GradientBlock:
         """Return the sums of rows so far, for a kernel that adds in place."""
         return self._dk.running(rows), self._dv.running(rows)
 
-    def add_block(self, block: Block | None) -> None:
-        """Add what another rank has sent, if it has."""
-        if block is None:
-            return
+    def add_block(self, block: Block) -> None:
+        """Add what another rank has sent."""
         for start, stop in block.ranges:
-            rows, first = block.rows(start, stop), offset(self.ranges, start)
-            self.add(slice(first, first + stop - start), block.k[:, :, rows], block.v[:, :, rows])
+            rows = block.rows(start, stop)
+            self.add(stored(self.ranges, start, stop), block.k[:, :, rows], block.v[:, :, rows])
 
     def finish(self) -> Block:
         """Return the sums as a block; zeros where nothing was added."""
@@ -213,10 +210,8 @@ class PartialBlock:
         """Merge a partial of some rows."""
         self._partial.merge(rows, out, lse)
 
-    def add_block(self, block: Block | None) -> None:
-        """Merge what another rank has sent, if it has."""
-        if block is None:
-            return
+    def add_block(self, block: Block) -> None:
+        """Merge what another rank has sent."""
         for start, stop in block.ranges:
             rows = block.rows(start, stop)
             self.add(self._block.rows(start, stop), block.k[:, :, rows], block.v[:, :, rows].squeeze(-1))

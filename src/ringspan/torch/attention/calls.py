@@ -1,12 +1,13 @@
-"""Calls that a rank makes of its kernels in a pass: worked out once for a schedule, since all layers of a step ask."""
+"""The kernel calls of a pass, worked out once for a schedule: every layer of a step makes the same ones."""
 
 from collections.abc import Hashable
 from typing import Final, NamedTuple
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor
 
-from ringspan.core.geometry.ranges import Ranges, offset
+from ringspan.core.geometry.ranges import Ranges, stored
 from ringspan.core.schedule.kernel_launches import KernelLaunch, within_ranges
 from ringspan.core.schedule.schedule import Hop, Schedule
 from ringspan.torch import kernels
@@ -32,8 +33,10 @@ _known: Final[WeakKeyDictionary[Schedule, dict[Hashable, tuple[Calls, ...]]]] = 
 
 def calls_of(schedule: Schedule, serving: tuple[str, ...], q: Tensor, *, is_backward: bool) -> tuple[Calls, ...]:
     """Return the calls of each hop for queries like ``q``, by one of the serving kernels."""
+    # All that ``choose`` reads but the tiles.
     able = tuple(kernels.KERNELS[name] for name in serving)
-    key = able, rules_of(q.device), q.device, q.dtype, q.shape[1], is_backward
+    sizes = q.shape[0], q.shape[1], q.shape[3]
+    key = able, rules_of(q.device), q.device, q.dtype, sizes, is_backward, torch.are_deterministic_algorithms_enabled()
     known = _known.setdefault(schedule, {})
     if key not in known:
         known[key] = tuple(_calls(schedule, hop, serving, q, is_backward=is_backward) for hop in schedule.hops)
@@ -59,5 +62,4 @@ def _calls(schedule: Schedule, hop: Hop, serving: tuple[str, ...], q: Tensor, *,
 
 def _stored(ranges: Ranges | None, start: int, stop: int) -> slice:
     """Return where tokens [start, stop) lie among packed ranges; at their own place if nothing is packed."""
-    first = start if ranges is None else offset(ranges, start)
-    return slice(first, first + stop - start)
+    return slice(start, stop) if ranges is None else stored(ranges, start, stop)

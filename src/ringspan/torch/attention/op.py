@@ -6,9 +6,6 @@ name it to keep its result. B batch, H query heads, G key/value heads, T local t
 
 import logging
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, Final, Never
@@ -38,6 +35,7 @@ from ringspan.torch.attention.arguments import (
     find_group,
 )
 from ringspan.torch.attention.comm_dtype import check_comm_dtype
+from ringspan.torch.attention.handler import handled
 from ringspan.torch.attention.ring import (
     Ring,
     accumulation_dtype,
@@ -58,20 +56,6 @@ _log: Final = logging.getLogger(__name__)
 _told: Final[set[Choice]] = set()
 UNSAFE: Final = (torch.Tag.cudagraph_unsafe,)
 """A replayed CUDA graph would repeat the lengths and messages of another batch: programs run the operator outside."""
-
-
-_Pass = Callable[[], tuple[Tensor, Tensor]]
-_handler: Final[ContextVar[Callable[[_Pass], tuple[Tensor, Tensor]] | None]] = ContextVar("handler", default=None)
-
-
-@contextmanager
-def handling(handler: Callable[[_Pass], tuple[Tensor, Tensor]]) -> Iterator[None]:
-    """Let ``handler(compute)`` give the operator's results in this thread, by calling ``compute()`` or otherwise."""
-    before = _handler.set(handler)
-    try:
-        yield
-    finally:
-        _handler.reset(before)
 
 
 def ring_attention(
@@ -244,8 +228,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, spec: str
 ) -> tuple[Tensor, Tensor]:
     check_differentiation("ring_attention", q, k, v, sinks)  # of who calls the operator itself
-    handler, compute = _handler.get(), partial(_compute, q, k, v, sinks, slopes, AttentionSpec.parse(spec))
-    return compute() if handler is None else handler(compute)
+    return handled(partial(_compute, q, k, v, sinks, slopes, AttentionSpec.parse(spec)))
 
 
 def _compute(
@@ -286,8 +269,7 @@ def fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tens
 
 @_forward.register_fake
 def _handled_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    handler, compute = _handler.get(), partial(fake_forward, q, k, v)
-    return compute() if handler is None else handler(compute)
+    return handled(partial(fake_forward, q, k, v))
 
 
 @_backward.register_fake

@@ -301,7 +301,7 @@ def _backward_of_heads(
             total.add(sums, new_dk, new_dv)
             del ours, keys, new_dq, new_dk, new_dv  # before the next ones are made
         if hop.index in behind:
-            total.add_block(behind.pop(hop.index).wait())
+            _collect([behind.pop(hop.index)], total)
         sends = [
             (peer, total.finish().pack(ranges, ring.exchange.empty).to(sent_dtype))
             for peer, ranges in (hop.gradient_on, Send(hop.owner, hop.gradient_to_owner))
@@ -337,7 +337,8 @@ def _backward_of_heads(
 def _collect(coming: list[_Coming], total: GradientBlock | PartialBlock) -> None:
     """Wait for gradients or partials from other ranks and add them."""
     while coming:
-        total.add_block(coming.pop(0).wait())
+        if (block := coming.pop(0).wait()) is not None:
+            total.add_block(block)
 
 
 def _store(total: Tensor, gradient: Tensor) -> None:

@@ -106,7 +106,7 @@ _planned: Final[set[tuple[Any, ...]]] = set()  # sizes that this process has giv
 
 def _is_planned(tiles: tuple[Tile, ...], q: Tensor, *, is_backward: bool) -> bool:
     """Return whether cuDNN has a plan for each of these tiles, or room for another."""
-    sizes = {(*q.shape[:2], tile.num_rows, tile.num_keys, tile.is_full, is_backward) for tile in tiles}
+    sizes = {(*q.shape[:2], q.shape[3], tile.num_rows, tile.num_keys, tile.is_full, is_backward) for tile in tiles}
     if len(_planned | sizes) > _MOST_PLANS:
         return False
     _planned.update(sizes)

@@ -123,8 +123,8 @@ def checkpoint_layers(
     # transformers gives each layer a function that checkpoints it; ours puts several layers behind one input. Layers by
     # themselves share one, since torch.compile would make a program for each.
     shared = partial(_checkpoint, partial(segments.checkpoint, decoder), options)
+    is_shared = offload == "none" and layers_per_checkpoint == 1
     for layer in layers:
-        is_shared = offload == "none" and layers_per_checkpoint == 1
         layer._gradient_checkpointing_func = shared if is_shared else partial(segments.checkpoint, layer)
     mix_in(decoder, _InSegments, activation_segments=segments)
 

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.attention.op import handling
+from ringspan.torch.attention.handler import Results, handling
 from ringspan.torch.layers.modules import autocast_now, hidden_of
 from ringspan.torch.memory.offload import Store
 
@@ -185,7 +185,7 @@ def _surroundings(hidden: Tensor) -> Callable[[], Any]:
 def _keeping(store: Store, kept: list[tuple[Any, ...]]) -> AbstractContextManager[None]:
     """Keep the ring's results in a store while active."""
 
-    def keep(compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    def keep(compute: Callable[[], Results]) -> Results:
         result = compute()
         kept.append(tuple(store.put(x.detach()) for x in result))
         return result
@@ -196,7 +196,7 @@ def _keeping(store: Store, kept: list[tuple[Any, ...]]) -> AbstractContextManage
 def _replaying(store: Store, kept: list[tuple[Any, ...]], *, again: bool = False) -> AbstractContextManager[None]:
     """Give kept results of the ring in place of new ones while active."""
 
-    def replay(compute: Callable[[], tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    def replay(compute: Callable[[], Results]) -> Results:
         if not kept:
             raise RuntimeError("checkpointed layers can be differentiated once; compute the loss again")
         out, lse = (store.get(x, again=again) for x in kept.pop(0))

@@ -149,12 +149,12 @@ def join(folder: str | None = None, *, timeout: timedelta | None = None) -> None
 
 
 def _nccl(device: torch.device) -> dict[str, Any]:
-    """Return what NCCL is told of a rank: its device, and that messages go before kernels that wait for blocks."""
+    """Return the NCCL options of a rank: its device, and streams of high priority; none on a CPU."""
     return {"device_id": device, "pg_options": urgent()} if device.type == "cuda" else {}
 
 
 def urgent() -> Any:
-    """Return NCCL's options with streams of high priority: else a message waits until attention leaves room for it."""
+    """Return NCCL options with high-priority streams, so that a message need not wait until attention leaves room."""
     return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -9,8 +9,7 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 
 import ringspan as rs
 from ringspan.torch.model.saving import whole_weights
-from tests.torch.models import config, relative
-from tests.torch.test_parallelize import whole
+from tests.torch.models import config, relative, whole
 
 PADDING = 7
 

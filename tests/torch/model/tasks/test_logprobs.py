@@ -13,8 +13,8 @@ from torch.nn.functional import logsigmoid
 import ringspan as rs
 from ringspan.measure.trace.peak import allocated_bytes
 from tests.torch.layers.blockwise.test_head import alter, halve
-from tests.torch.models import build, relative, tokens
-from tests.torch.test_parallelize import restarting, whole_gradients
+from tests.torch.models import build, relative, tokens, whole_gradients
+from tests.torch.test_parallelize import restarting
 
 EVEN = {"vocab_size": 98}
 # Frequencies by the whole row, which is longer than that; no text in it is.

@@ -1,0 +1,30 @@
+"""Interception of the operator's forward pass, by which checkpointing keeps results and gives them again."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Final
+
+from torch import Tensor
+
+Results = tuple[Tensor, Tensor]
+"""out and lse of a forward pass."""
+Handler = Callable[[Callable[[], Results]], Results]
+
+_current: Final[ContextVar[Handler | None]] = ContextVar("handler", default=None)
+
+
+@contextmanager
+def handling(handler: Handler) -> Iterator[None]:
+    """Let ``handler(compute)`` give the operator's results in this thread, by calling ``compute()`` or otherwise."""
+    before = _current.set(handler)
+    try:
+        yield
+    finally:
+        _current.reset(before)
+
+
+def handled(compute: Callable[[], Results]) -> Results:
+    """Return the results of ``compute``, or those of the handler around it."""
+    handler = _current.get()
+    return compute() if handler is None else handler(compute)
