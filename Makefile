@@ -25,10 +25,10 @@ endef
 # The stamp comes last, so that a finished installation is never repeated and an interrupted one is.
 # torch comes first and pinned: left to the resolver, a newer build could bring gigabytes of CUDA packages.
 $(STAMP): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "ringspan needs Python 3.11 or newer, '$(PYTHON)' is not: try 'make $(MAKECMDGOALS) PYTHON=python3.11'" >&2; exit 1; }
 	@mkdir -p .venv
-	$(call step,"making .venv",$(BIN)/python -m pip --version || $(PYTHON) -m venv .venv)
+	$(call step,"making .venv",$(BIN)/python -m pip --version || "$(PYTHON)" -m venv .venv)
 	$(call step,"installing torch$(COMMA) a minute or more by the network",$(BIN)/python -m pip install torch==2.13.0 -c constraints.txt)
 	$(call step,"installing ringspan and what it needs$(COMMA) another few",$(BIN)/python -m pip install -e '.[dev]' -c constraints.txt)
 	@touch $@
@@ -101,7 +101,7 @@ packed: $(STAMP) ## run the tests of packed weights, which need torchao
 
 # The oldest releases that the trainers support beside each other; the newest are those of constraints.txt.
 compat: ## run the trainers' tests with the oldest transformers and PyTorch that they support, in .venv-oldest
-	@[ -x .venv-oldest/bin/python ] || $(PYTHON) -m venv .venv-oldest
+	@[ -x .venv-oldest/bin/python ] || "$(PYTHON)" -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install -q torch==2.11.0
 	.venv-oldest/bin/python -m pip install -q -e '.[hf,lightning]' transformers==5.17.0 trl==1.16.0 peft \
 		pillow pytest pytest-timeout pytest-xdist hypothesis
@@ -109,7 +109,7 @@ compat: ## run the trainers' tests with the oldest transformers and PyTorch that
 
 # What is known to fail there is skipped by the tests themselves, which say of which releases.
 unpinned: ## run the trainers' and models' tests with the newest releases of all packages, in .venv-unpinned
-	@[ -x .venv-unpinned/bin/python ] || $(PYTHON) -m venv .venv-unpinned
+	@[ -x .venv-unpinned/bin/python ] || "$(PYTHON)" -m venv .venv-unpinned
 	.venv-unpinned/bin/python -m pip install -q -U --upgrade-strategy eager -e '.[hf,lightning,peft]' \
 		pillow pytest pytest-timeout pytest-xdist hypothesis
 	OMP_NUM_THREADS=1 .venv-unpinned/bin/python -m pytest -m "not long" tests/hf tests/lightning tests/torch/model \
