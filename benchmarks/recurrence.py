@@ -30,6 +30,7 @@ from ringspan.core.recurrence.spans import places_of
 from ringspan.measure.bench.machine import describe_machine
 from ringspan.measure.bench.timing import timed
 from ringspan.torch.memory.checkpointing import checkpoint_layers
+from ringspan.torch.model.view import view_of
 from ringspan.torch.recurrence.current import SequencePass
 from ringspan.torch.recurrence.recurrence import convolution, recurrence
 from ringspan.torch.runtime.launch import launch
@@ -141,7 +142,7 @@ def measure_step(length: int, layout: Any, repeats: int) -> dict[str, Any]:
     theirs = None
     if dist.get_rank() == 0:
         plain = small_hybrid(length)
-        checkpoint_layers(plain, "full")
+        checkpoint_layers(view_of(plain), "full")
         theirs = partial(step_of, plain, torch.optim.AdamW(plain.parameters(), lr=1e-4), batch)
     pairs = [(timed(ours, threads=1), timed(theirs, threads=2)) for _ in range(repeats + 1)][1:]
     return {

@@ -19,6 +19,7 @@ import ringspan as rs
 from ringspan.measure.bench.machine import describe_machine
 from ringspan.torch.layers.decoder import STATEFUL_LAYERS, text_config
 from ringspan.torch.model.support import refuse_config, refuse_unsupported
+from ringspan.torch.model.view import view_of
 from ringspan.torch.runtime.forks import serve_forks
 from tests.every_model.refusals import refusal_of
 from tests.every_model.tiny import KINDS, MULTIMODAL, auto_class, tiny_config, tiny_model, tiny_tokens, undropped_config
@@ -212,7 +213,7 @@ def refusal_without_trial(kind: str) -> str:
     """Why a model type raises, by its usual config or a tiny model that does not run; empty when neither says so."""
     try:
         refuse_config(undropped_config(kind))
-        refuse_unsupported(tiny_model(kind))
+        refuse_unsupported(view_of(tiny_model(kind)))
     except rs.UnsupportedError as error:
         return str(error)
     except Exception:  # whatever it raises of which no tiny one can be made

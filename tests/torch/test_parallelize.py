@@ -17,6 +17,7 @@ from transformers import AutoConfig
 import ringspan as rs
 from ringspan.core.geometry.balanced import batch_layout
 from ringspan.torch.model.support import refuse_config, refuse_unsupported
+from ringspan.torch.model.view import view_of
 from ringspan.torch.transport.exchange import COUNTERS
 from tests.cases import long
 from tests.torch.models import build, check, relative, step, tokens, whole_gradients
@@ -339,14 +340,14 @@ def test_models_that_would_not_be_exact_are_refused_by_name(kind, changes, messa
     model = build(kind, **changes)
     before = dict(model.named_modules())
     with pytest.raises(rs.UnsupportedError, match=message):
-        refuse_unsupported(model)
+        refuse_unsupported(view_of(model))
     assert dict(model.named_modules()) == before
 
 
 @pytest.mark.parametrize("wrap", [torch.compile, nn.Sequential], ids=["compiled", "wrapped"])
 def test_a_wrapped_model_is_refused_with_what_to_give_instead(wrap):
     with pytest.raises(rs.UnsupportedError, match="give the model inside of it"):
-        refuse_unsupported(wrap(build("llama")))
+        refuse_unsupported(view_of(wrap(build("llama"))))
 
 
 def test_a_config_without_attention_is_refused_by_name():

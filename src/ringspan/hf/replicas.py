@@ -21,7 +21,7 @@ from ringspan.hf.batches import takes_whole_batches
 from ringspan.hf.seams import note_prepared
 from ringspan.torch.consistency.calls import exchanging
 from ringspan.torch.data.batch import IGNORED
-from ringspan.torch.model.tasks.classifier import is_classifier
+from ringspan.torch.model.view import is_classifier
 from ringspan.torch.transport.collectives import gather_over
 
 _REDUCTIONS: Final = ("sum", "mean", "none")

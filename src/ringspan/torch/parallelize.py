@@ -6,7 +6,7 @@ B batch, S global tokens, T local tokens, V vocabulary.
 from collections.abc import Iterator
 from dataclasses import fields
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
@@ -33,7 +33,7 @@ from ringspan.torch.generate.model import RingGenerator
 from ringspan.torch.layers.blockwise.blocks import run_in_blocks
 from ringspan.torch.layers.blockwise.head import kind_of_head
 from ringspan.torch.layers.compiled import compile_layers
-from ringspan.torch.layers.decoder import layer_kinds, layers_of
+from ringspan.torch.layers.decoder import layer_kinds
 from ringspan.torch.layers.embedding import sum_embedding_gradients
 from ringspan.torch.layers.modules import mix_in, own_config, seen_as
 from ringspan.torch.layers.numbering import number_tokens, skipped_token
@@ -44,11 +44,11 @@ from ringspan.torch.memory.sharding import shard_weights
 from ringspan.torch.memory.shared_blocks import join_shared_blocks
 from ringspan.torch.model.adapters import adapter_facts, base_of, is_peft, put_on_ring
 from ringspan.torch.model.attention.function import register_attention
-from ringspan.torch.model.attention.own import own_attention, take_over_attention
+from ringspan.torch.model.attention.own import take_over_attention
 from ringspan.torch.model.config_changes import copy_configs, deciding_fields
 from ringspan.torch.model.recurrent import hook_stateful
 from ringspan.torch.model.tasks.causal_lm import RingCausalLM
-from ringspan.torch.model.tasks.classifier import RingClassifier, is_classifier
+from ringspan.torch.model.tasks.classifier import RingClassifier
 from ringspan.torch.model.tasks.hidden_states import RingDecoder, check_inner_call
 from ringspan.torch.multimodal.towers import put_towers_on_ring
 from ringspan.torch.parts import Parts, check_parts, compute_dtype_of
@@ -120,10 +120,10 @@ def parallelize(
         loss_chunk_vocabulary: vocabulary entries for which they do, all when None; see ``blockwise_cross_entropy``.
         z_loss: factor on the squared log-sum-exp of the logits.
         label_smoothing: share of each target that is spread over the vocabulary.
-        feedforward_chunk_tokens: tokens that a feed-forward works on at once, see ``chunk_feedforwards``; 0 for all.
+        feedforward_chunk_tokens: tokens that a feed-forward works on at once, see ``find_feedforwards``; 0 for all.
             ``auto`` takes 4,096 where that costs next to nothing: in checkpointed layers, of models whose feed-forwards
             can be cut and come last.
-        norm_chunk_tokens: tokens that a norm works on at once, see ``chunk_norms``; 0 for all. ``auto`` takes 4,096 in
+        norm_chunk_tokens: tokens that a norm works on at once, see ``find_norms``; 0 for all. ``auto`` takes 4,096 in
             models whose layers are checkpointed, for 16,384 local tokens and more.
         offload: where what checkpointing keeps waits for backward, see ``offload_activations``.
         compute_dtype: dtype that layers compute in (parameters keep theirs); the parameters' own when None.
@@ -173,13 +173,13 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
     # Nothing raises any more: from here on the model changes.
     own_config(model)
     sources = sources_in(model)
-    shared, layers = join_shared_blocks(model), [*layers_of(parts.decoder).values()]
+    view, shared, layers = parts.view, join_shared_blocks(model), [*parts.view.layers.values()]
     _attend_over_ring(parts, mesh["ring"].get_group(), config)
-    is_stateful = _prepare_layers(model, layers, parts, config)
+    _prepare_layers(parts, config)
     towers: list[nn.Module] = []
     if parts.media is not None:
-        towers = put_towers_on_ring(model, parts.media, checkpointed=config.checkpoint != "none")
-    _call_over_ring(model, parts, mesh, config, is_stateful=is_stateful)
+        towers = put_towers_on_ring(view, parts.media, checkpointed=config.checkpoint != "none")
+    _call_over_ring(parts, mesh, config)
     if (tp := tensor_axis(mesh)) is not None:
         split_model(model, tp)
     recorder = None if parts.router is None else parts.router.recorder
@@ -187,7 +187,7 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
         run_in_blocks(modules, chunk_tokens, option, from_tokens=from_tokens, recorder=recorder)
     shard_weights(model, [*shared, *layers, *towers], mesh, compute_dtype_of(config))
     if config.compile is not False:
-        compile_layers(parts.decoder, layers, layer_kinds(parts.decoder.config), config.compile)
+        compile_layers(view.decoder, layers, layer_kinds(view.decoder.config), config.compile)
     if isinstance(model, RingCausalLM):
         refuse_own_calls(model, model.ring_decoder)
     watch_optimizers(model)
@@ -230,11 +230,11 @@ def _agreed(given: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> tup
 
 def _attend_over_ring(parts: Parts, ring: ProcessGroup, config: StepConfig) -> None:
     """Let the decoder's attention modules call ``ring_attention``, and number tokens by their global positions."""
-    decoder: Any = parts.decoder
+    decoder, own = cast("Any", parts.view.decoder), parts.view.own_attention
     implementation = register_attention(type(decoder).__name__, ring, layer_kinds(decoder.config), config)
-    if own_attention(decoder):  # transformers does not set one for these
+    if own:  # transformers does not set one for these
         decoder.config._attn_implementation = implementation
-        take_over_attention(decoder, implementation)
+        take_over_attention(own, implementation)
     else:
         decoder.set_attn_implementation(implementation)
     number_tokens(decoder)
@@ -247,34 +247,29 @@ def _attend_over_ring(parts: Parts, ring: ProcessGroup, config: StepConfig) -> N
             attention.is_causal = True  # all but the prompt, which the mask says
 
 
-def _prepare_layers(model: Any, layers: list[nn.Module], parts: Parts, config: StepConfig) -> bool:
-    """Make layers keep what ``config.checkpoint`` says and exchange what they need of other ranks beside keys and
-    values; whether some have a state.
-    """
-    decoder: Any = parts.decoder
+def _prepare_layers(parts: Parts, config: StepConfig) -> None:
+    """Make layers keep what ``config.checkpoint`` says, and exchange their states and convolutions with other ranks."""
+    view, decoder = parts.view, parts.view.decoder
     if parts.router is not None:
-        record_routers(model, parts.router)
-    # A model of the user's around a decoder need not say that its layers can be checkpointed.
-    layered = decoder if parts.head is None else model
-    checkpoint_layers(layered, config.checkpoint, config.offload, config.layers_per_checkpoint)
-    is_stateful = hook_stateful(decoder)
+        record_routers(decoder, parts.router)
+    checkpoint_layers(view, config.checkpoint, config.offload, config.layers_per_checkpoint)
+    hook_stateful(view.stateful.values())
     if config.compile is False:
-        carry_passes(layers, keeps=is_stateful and config.checkpoint == "attention")
+        carry_passes([*view.layers.values()], keeps=bool(view.stateful) and config.checkpoint == "attention")
     chunk_rotary_tables(decoder)
     sum_embedding_gradients(decoder)
-    return is_stateful
 
 
-def _call_over_ring(model: Any, parts: Parts, mesh: DeviceMesh, config: StepConfig, *, is_stateful: bool) -> None:
+def _call_over_ring(parts: Parts, mesh: DeviceMesh, config: StepConfig) -> None:
     """Give the model a class whose calls are those of all ranks: a decoder's, a classifier's or a causal LM's."""
-    decoder: Any = parts.decoder
+    view, model, decoder = parts.view, parts.view.model, parts.view.decoder
     about: dict[str, Any] = {
         "ring_mesh": mesh,
         "ring_layout": config.layout,
         "ring_decoder": next(name for name, module in model.named_modules() if module is decoder),
         "ring_configs": copy_configs((model.config, decoder.config)),
     }
-    if parts.head is None and not is_classifier(model):
+    if parts.head is None and not view.is_classifier:
         mix_in(model, RingDecoder, **about)
         if decoder is not model:
             check_inner_call(model, decoder)
@@ -292,7 +287,7 @@ def _call_over_ring(model: Any, parts: Parts, mesh: DeviceMesh, config: StepConf
         ring_skipped=skipped_token(decoder),
         ring_head=None if parts.head is None else kind_of_head(parts.head),
         ring_head_parts=parts.head_parts,
-        ring_stateful=is_stateful,
+        ring_stateful=bool(view.stateful),
         ring_compiled=config.compile is not False,
         ring_router=parts.router,
         ring_media=parts.media,

@@ -1,7 +1,7 @@
 """What of a model ``parallelize`` may change, found before anything changes; what it cannot do raises here."""
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,16 +18,17 @@ from ringspan.torch.layers.blockwise.feedforward import find_feedforwards, free_
 from ringspan.torch.layers.blockwise.head import joined, refuse_blocks_of_vocabulary, vocabularies
 from ringspan.torch.layers.blockwise.norm import find_norms
 from ringspan.torch.layers.compiled import check_compile
-from ringspan.torch.layers.decoder import decoder_of
 from ringspan.torch.layers.router_loss import RouterLoss, find_router_loss, no_router_loss
+from ringspan.torch.layers.view import ModelView
 from ringspan.torch.memory.checkpointing import check_checkpointing
 from ringspan.torch.model.attention.own import refuse_compiled
-from ringspan.torch.model.recurrent import refuse_spans, stateful_modules
+from ringspan.torch.model.recurrent import refuse_spans
 from ringspan.torch.model.splittable import refuse_cast
 from ringspan.torch.model.support import FoundHead, refuse_kernel, refuse_route, refuse_unsupported, say_shifted
 from ringspan.torch.model.tasks.causal_lm import RingCausalLM
-from ringspan.torch.model.tasks.classifier import is_classifier, refuse_classifier
-from ringspan.torch.model.tasks.hidden_states import RingDecoder, is_headless, refuse_headless
+from ringspan.torch.model.tasks.classifier import refuse_classifier
+from ringspan.torch.model.tasks.hidden_states import RingDecoder, refuse_headless
+from ringspan.torch.model.view import view_of
 from ringspan.torch.multimodal.kinds import Kind, kind_of
 from ringspan.torch.runtime.mesh import tensor_axis
 from ringspan.torch.tensor_parallel.split import refuse_split
@@ -47,7 +48,7 @@ class InBlocks(NamedTuple):
 class Parts(NamedTuple):
     """What ``parallelize`` has found in a model that it may change."""
 
-    decoder: PreTrainedModel
+    view: ModelView
     in_blocks: list[InBlocks]
     vocabularies: tuple[int, int] = (0, 0)
     loss: LossOptions = LossOptions()
@@ -68,29 +69,28 @@ def check_parts(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
     """
     if isinstance(model, (RingCausalLM, RingDecoder)):
         raise UnsupportedError(f"{type(model).__name__.removeprefix('FSDP')} is on a ring already")
-    headless, found = is_headless(model), FoundHead()
-    if is_classifier(model):
-        refuse_classifier(model)
-    elif headless:
-        refuse_headless(model)
+    view, found = view_of(model), FoundHead()
+    if view.is_classifier:
+        refuse_classifier(view)
+    elif view.head is None:
+        refuse_headless(view)
     else:
-        found = refuse_unsupported(model)
-    decoder: Any = decoder_of(model)
-    if headless:
-        _refuse_without_head(model, mesh, config)
-    _refuse_options(model, decoder, mesh, config)
-    parts = Parts(decoder, list(_in_blocks(model, decoder, mesh, config)))
-    if headless:
-        return parts._replace(vocabularies=vocabularies(model)) if is_classifier(model) else parts
-    return _with_head(model, mesh, config, parts, found)
+        found = refuse_unsupported(view)
+    if view.head is None:
+        _refuse_without_head(view, mesh, config)
+    _refuse_options(view, mesh, config)
+    parts = Parts(view, list(_in_blocks(view, mesh, config)))
+    if view.head is None:
+        return parts._replace(vocabularies=vocabularies(model)) if view.is_classifier else parts
+    return _with_head(view.head, mesh, config, parts, found)
 
 
-def _refuse_without_head(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> None:
+def _refuse_without_head(view: ModelView, mesh: DeviceMesh, config: StepConfig) -> None:
     """Raise the options that need a head which predicts tokens."""
-    name = type(model).__name__
+    name = view.name
     if config.compile is not False:
         raise UnsupportedError(f"compile={config.compile!r}: {name} has no head; leave it out")
-    if config.layout == "balanced" and not is_classifier(model):
+    if config.layout == "balanced" and not view.is_classifier:
         raise UnsupportedError(
             f"layout 'balanced' is made for documents, of which {name}, without a head, is not told; use zigzag"
         )
@@ -103,8 +103,9 @@ def _refuse_without_head(model: PreTrainedModel, mesh: DeviceMesh, config: StepC
             )
 
 
-def _refuse_options(model: PreTrainedModel, decoder: Any, mesh: DeviceMesh, config: StepConfig) -> None:
+def _refuse_options(view: ModelView, mesh: DeviceMesh, config: StepConfig) -> None:
     """Raise the options that do not fit the model, the mesh or each other."""
+    model, decoder = view.model, view.decoder
     axis, ring = tensor_axis(mesh), mesh["ring"].size()
     tp = 1 if axis is None else axis.size()
     if axis is not None:
@@ -114,18 +115,18 @@ def _refuse_options(model: PreTrainedModel, decoder: Any, mesh: DeviceMesh, conf
         raise UnsupportedError(
             f"layout 'balanced' has no Ulysses groups for route {config.route!r}; use another one, such as all-gather"
         )
-    refuse_spans(decoder, config.layout, ring, tp)
+    refuse_spans(view, config.layout, ring, tp)
     compute_dtype = compute_dtype_of(config)
     refuse_cast(model, compute_dtype)
     refuse_route(decoder.config, ring, config.route, config.comm_dtype, tp)
     refuse_kernel(decoder, config.kernel, compute_dtype, mesh["ring"])
-    layered = decoder if is_headless(model) else model
+    layered = decoder if view.head is None else model
     check_checkpointing(layered, config.checkpoint, config.offload, config.layers_per_checkpoint)
-    refuse_compiled(decoder, config.compile)
-    check_compile(decoder, config, is_stateful=bool(stateful_modules(decoder)))
+    refuse_compiled(view, config.compile)
+    check_compile(decoder, config, is_stateful=bool(view.stateful))
 
 
-def _in_blocks(model: PreTrainedModel, decoder: Any, mesh: DeviceMesh, config: StepConfig) -> Iterator[InBlocks]:
+def _in_blocks(view: ModelView, mesh: DeviceMesh, config: StepConfig) -> Iterator[InBlocks]:
     """Feed-forwards and norms that run in blocks: each is tried out, on this process alone, before attention is the
     ring's.
     """
@@ -133,24 +134,24 @@ def _in_blocks(model: PreTrainedModel, decoder: Any, mesh: DeviceMesh, config: S
         return
     option, is_checkpointed = "feedforward_chunk_tokens", config.checkpoint != "none"
     if config.feedforward_chunk_tokens == "auto":
-        feedforwards = free_feedforwards(model, checkpointed=is_checkpointed, logs=_is_first(mesh))
+        feedforwards = free_feedforwards(view, checkpointed=is_checkpointed, logs=_is_first(mesh))
         yield InBlocks(feedforwards, FREE_CHUNK_TOKENS, option)
     elif config.feedforward_chunk_tokens != 0:
         check_whole(option, config.feedforward_chunk_tokens, 0)
-        yield InBlocks(find_feedforwards(model), config.feedforward_chunk_tokens, option)
+        yield InBlocks(find_feedforwards(view), config.feedforward_chunk_tokens, option)
     option = "norm_chunk_tokens"
     if config.norm_chunk_tokens == "auto":
-        yield InBlocks(find_norms(decoder) if is_checkpointed else [], FREE_CHUNK_TOKENS, option, FREE_NORM_TOKENS)
+        yield InBlocks(find_norms(view.decoder) if is_checkpointed else [], FREE_CHUNK_TOKENS, option, FREE_NORM_TOKENS)
     elif config.norm_chunk_tokens != 0:
         check_whole(option, config.norm_chunk_tokens, 0)
-        yield InBlocks(find_norms(decoder), config.norm_chunk_tokens, option)
+        yield InBlocks(find_norms(view.decoder), config.norm_chunk_tokens, option)
 
 
-def _with_head(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig, parts: Parts, found: FoundHead) -> Parts:
-    """The parts of a model that predicts tokens: its head, its loss, and what it sees or hears."""
+def _with_head(head: nn.Module, mesh: DeviceMesh, config: StepConfig, parts: Parts, found: FoundHead) -> Parts:
+    """Add the head, the loss, and image inputs of a model that predicts tokens."""
+    model = parts.view.model
     if not found.shifts and _is_first(mesh):
         say_shifted(model)
-    head: Any = model.get_output_embeddings()
     if found.parts:
         head = joined([model.get_submodule(name) for name in found.parts])
     refuse_blocks_of_vocabulary(head, config.loss_chunk_vocabulary)
@@ -162,16 +163,16 @@ def _with_head(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig, par
         logit_scale=found.scale,
         softcap=found.softcap,
     )
-    router = find_router_loss(model)
-    if router is None and getattr(parts.decoder.config, "output_router_logits", False):
-        raise no_router_loss(type(model).__name__)
+    router = find_router_loss(parts.view)
+    if router is None and getattr(parts.view.decoder.config, "output_router_logits", False):
+        raise no_router_loss(parts.view.name)
     return parts._replace(
         vocabularies=vocabularies(model),
         loss=loss,
         head=head,
         head_parts=found.parts,
         router=router,
-        media=kind_of(model),
+        media=kind_of(parts.view),
     )
 
 

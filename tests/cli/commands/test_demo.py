@@ -12,13 +12,14 @@ import torch
 from ringspan.cli.main import main
 from ringspan.measure.bench.demo import told
 from ringspan.torch.memory.checkpointing import checkpoint_layers
+from ringspan.torch.model.view import view_of
 from tests.torch.models import build
 
 
 def test_one_process_says_how_far_a_step_is():
     said: list[str] = []
     model: Any = build("llama")
-    checkpoint_layers(model, "full")
+    checkpoint_layers(view_of(model), "full")
     inner = next(iter(model.model.layers[1].children()))
     inner.register_forward_hook(lambda *_: time.sleep(0.1))
     ids = torch.arange(8)[None]

@@ -31,8 +31,10 @@ from ringspan.plan.model.shapes import ModelShape
 from ringspan.plan.planner import make_plan
 from ringspan.plan.search import Question
 from ringspan.torch.attention.traced import mask_of
+from ringspan.torch.layers.decoder import inner_of
+from ringspan.torch.model.view import view_of
 from ringspan.torch.multimodal.cuts import pieces_of
-from ringspan.torch.multimodal.kinds import Modality, inner_of, kind_of
+from ringspan.torch.multimodal.kinds import Modality, kind_of
 from ringspan.torch.multimodal.shares import share_out
 from ringspan.torch.multimodal.towers import SharedTowers
 from tests.cases import few
@@ -73,7 +75,7 @@ def five(kind: str) -> ModelShape:
 
 
 def compute_of(model: Any, modality: Modality) -> Any:
-    kind = kind_of(model)
+    kind = kind_of(view_of(model))
     assert kind is not None
     if kind.features is not None:
         return lambda **inputs: kind.features(inner_of(model), **inputs)
@@ -96,7 +98,7 @@ def counted_flops(model: Any, batch: Any, modality: Modality) -> int:
 def test_parameters_and_flops_are_those_of_the_model(kind):
     shape, model = five(kind), build(kind, dtype=torch.float32)
     batch = batch_of(kind, five_of(kind), dtype=torch.float32, alike=True)
-    (tower,), modality = shape.towers, kind_of(model).modalities[0]  # pyright: ignore[reportOptionalMemberAccess]
+    (tower,), modality = shape.towers, kind_of(view_of(model)).modalities[0]  # pyright: ignore[reportOptionalMemberAccess]
     assert shape.parameters == model.num_parameters()
     assert tower.flops.at(5) == counted_flops(model, batch, modality)
     assert (tower.units, tower.tokens) == (5, int((batch["input_ids"] == 95).sum()))
@@ -116,7 +118,7 @@ def test_parameters_and_flops_are_those_of_the_model(kind):
 def test_frames_cost_what_those_of_a_video_do(kind):
     shape, model = shape_of(kind, video_of(kind)), build(kind, dtype=torch.float32)
     batch = batch_of(kind, [[4, "v", 3]], dtype=torch.float32)
-    (tower,), modality = shape.towers, kind_of(model).modalities[1]  # pyright: ignore[reportOptionalMemberAccess]
+    (tower,), modality = shape.towers, kind_of(view_of(model)).modalities[1]  # pyright: ignore[reportOptionalMemberAccess]
     assert tower.flops.at(tower.units) == counted_flops(model, batch, modality)
     assert (tower.units, tower.tokens) == (5 if kind == "llava_onevision" else 3, int((batch["input_ids"] == 96).sum()))
     assert tower.pixels == batch[modality.cut.pixels].numel()

@@ -18,6 +18,7 @@ from torch.nn.utils import parametrizations
 
 import ringspan as rs
 from ringspan.torch.model.support import refuse_unsupported
+from ringspan.torch.model.view import view_of
 from ringspan.torch.tensor_parallel.split import refuse_split
 from tests.cases import long
 from tests.torch.models import build, check, relative, step
@@ -175,7 +176,7 @@ def test_weights_that_no_ring_can_split_are_refused(how):
         case "same memory":
             model.lm_head.weight = nn.Parameter(model.model.embed_tokens.weight.data)
     with pytest.raises(rs.UnsupportedError, match=UNSPLIT[how]):
-        refuse_unsupported(model)
+        refuse_unsupported(view_of(model))
 
 
 def padded(mesh: DeviceMesh | None = None) -> Any:

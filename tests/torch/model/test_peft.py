@@ -25,6 +25,7 @@ from transformers.integrations.peft import MIN_PEFT_VERSION
 import ringspan as rs
 from ringspan.torch.generate.cache.identity import weights_digest
 from ringspan.torch.model.support import refuse_unsupported
+from ringspan.torch.model.view import view_of
 from ringspan.torch.tensor_parallel.split import refuse_split
 from tests.torch.models import build, relative, tokens, whole, whole_gradients
 
@@ -383,8 +384,8 @@ def test_merged_adapters_are_refused():
     model = adapt("llama", ADAPTERS["attention"][1])
     model.merge_adapter()
     with pytest.raises(rs.UnsupportedError, match="merge_and_unload"):
-        refuse_unsupported(model.get_base_model())
-    refuse_unsupported(model.merge_and_unload())
+        refuse_unsupported(view_of(model.get_base_model()))
+    refuse_unsupported(view_of(model.merge_and_unload()))
 
 
 def unwritable(mesh: DeviceMesh, path: Path) -> None:

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from ringspan.core.geometry.layout import Layout
 from ringspan.torch.data.batch_layout import BatchLayout
-from ringspan.torch.multimodal.kinds import inner_of, kind_of
+from ringspan.torch.layers.decoder import inner_of
+from ringspan.torch.model.view import view_of
+from ringspan.torch.multimodal.kinds import kind_of
 from ringspan.torch.multimodal.shares import make_plan, share_out
 from tests.torch.models import relative
 from tests.torch.multimodal.models import KINDS, Example, batch_of, build
@@ -66,7 +68,7 @@ def test_a_tower_treats_each_unit_by_itself(kind):
     """So none of them needs a ring: a video is cut between any two frames."""
     dtype = torch.float32 if "llama4" in kind or "qwen3_5" in kind or "moe" in kind else torch.float64
     model = build(kind, dtype=dtype).eval()
-    seen = kind_of(model)
+    seen = kind_of(view_of(model))
     assert seen is not None
     for modality, examples in zip(seen.modalities, (THREE, VIDEOS), strict=False):
         inputs, cut = batch_of(kind, examples, dtype=dtype), modality.cut

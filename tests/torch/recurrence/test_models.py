@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 
 import ringspan as rs
 from ringspan.torch.model.support import refuse_unsupported
+from ringspan.torch.model.view import view_of
 from tests.cases import long
 from tests.every_model.hybrids import HYBRIDS
 from tests.torch.models import relative, whole_gradients
@@ -148,7 +149,7 @@ def test_a_convolution_that_its_module_computes_itself_is_refused_by_name():
     model = build("lfm2", torch.float32)
     model.model.layers[1].of_its_own = torch.nn.Conv1d(2, 2, 3)
     with pytest.raises(rs.UnsupportedError, match=r"layers.1.of_its_own is a convolution"):
-        refuse_unsupported(model)
+        refuse_unsupported(view_of(model))
 
 
 def twice(mesh: Any, kind: str) -> float:

@@ -22,6 +22,7 @@ from ringspan.generate.folder import base_folder
 from ringspan.torch.layers.blockwise.feedforward import free_feedforwards
 from ringspan.torch.layers.blockwise.norm import find_norms
 from ringspan.torch.model.support import refuse_unsupported
+from ringspan.torch.model.view import view_of
 from ringspan.torch.weights.deferred import deferred, whole
 from ringspan.torch.weights.files import WeightFiles, folder_of
 from ringspan.torch.weights.loading import set_aside, unread_model
@@ -346,8 +347,8 @@ def read_by_trials(folder: str) -> dict[str, int]:
     files.tensors = {name: deferred(Counted(name, x)) for name, x in stored(Path(folder)).items()}
     model, _ = unread_model("it", Path(folder), files, AutoConfig.from_pretrained(folder), "auto")
     set_aside(model)
-    refuse_unsupported(model)
-    assert free_feedforwards(model, checkpointed=True) and find_norms(model)
+    refuse_unsupported(view_of(model))
+    assert free_feedforwards(view_of(model), checkpointed=True) and find_norms(model)
     return found
 
 

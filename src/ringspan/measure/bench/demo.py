@@ -21,6 +21,7 @@ from ringspan.measure.bench.step import StepCase, small_llama
 from ringspan.torch.data.batch import shard_batch
 from ringspan.torch.layers.decoder import decoder_of, layers_of
 from ringspan.torch.memory.checkpointing import checkpoint_layers
+from ringspan.torch.model.view import view_of
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.runtime.launch import launch, local_device
 from ringspan.torch.runtime.mesh import init_mesh
@@ -122,14 +123,14 @@ def prove(folder: str, options: DemoOptions, say: Say = lambda line: None) -> di
     # Its own copy, since ``parallelize`` has changed the first one.
     plain = _load(folder)
     # One process may not hold all activations of so long a text either.
-    checkpoint_layers(plain, "full")
+    checkpoint_layers(view_of(plain), "full")
     with told(plain, say):
         expected = plain(**batch).loss
         expected.backward()
     alone = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
     say("the same in float64, to see which of the two is nearer (the slowest part)")
     exact = _load(folder).double()
-    checkpoint_layers(exact, "full")
+    checkpoint_layers(view_of(exact), "full")
     with told(exact, say):
         exact(**batch).loss.backward()
     truth = {name: p.grad for name, p in exact.named_parameters() if p.grad is not None}

@@ -15,6 +15,7 @@ from ringspan.measure.bench.machine import describe_machine
 from ringspan.measure.bench.timing import timed
 from ringspan.torch.data.batch import shard_batch
 from ringspan.torch.memory.checkpointing import checkpoint_layers
+from ringspan.torch.model.view import view_of
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.runtime.launch import launch, local_device
 from ringspan.torch.runtime.mesh import init_mesh
@@ -76,7 +77,7 @@ def _measure(case: StepCase) -> dict[str, Any]:
             options = {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, _keep_sdpa)}
             plain.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
         else:
-            checkpoint_layers(plain, case.checkpoint)
+            checkpoint_layers(view_of(plain), case.checkpoint)
         whole = tokens.to(device)
         optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4)
         on_one = partial(_step, plain, optimizer, {"input_ids": whole, "labels": whole})

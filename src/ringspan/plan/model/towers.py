@@ -21,7 +21,7 @@ from ringspan.plan.model.kinds import Growth, Tower
 from ringspan.plan.model.measured import ATTENTION, Measured, measure
 from ringspan.plan.model.media import OPTIONS, Media, Units
 from ringspan.plan.model.shapes import ModelShape
-from ringspan.torch.layers.decoder import decoder_of, layer_kinds, layers_of
+from ringspan.torch.layers.decoder import decoder_of, inner_of, layer_kinds, layers_of, towers_of
 from ringspan.torch.memory.checkpointing import checkpoint_all
 from ringspan.torch.multimodal.cuts import (
     Cut,
@@ -33,7 +33,7 @@ from ringspan.torch.multimodal.cuts import (
     WindowsOfSound,
     image_size_to_num_patches,
 )
-from ringspan.torch.multimodal.kinds import KINDS, Kind, Modality, inner_of, towers_of
+from ringspan.torch.multimodal.kinds import KINDS, Kind, Modality
 
 # Text models whose layers are those of another type that the planner knows by its sizes.
 _TEXTS: Final = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}

@@ -159,3 +159,16 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     if len(inner_models) > 1 and isinstance(own := model.get_decoder(), PreTrainedModel) and own is not model:
         return decoder_of(own)  # the towers are beside a whole language model (Llama 4)
     return nested if isinstance(nested, PreTrainedModel) else inner
+
+
+def inner_of(model: PreTrainedModel) -> Any:
+    """Return the model below the head, with towers and decoder; the model itself if it has them directly."""
+    below = [child for child in model.children() if isinstance(child, PreTrainedModel)]
+    return below[0] if len(below) == 1 else model
+
+
+def towers_of(model: PreTrainedModel) -> list[PreTrainedModel]:
+    """Return the models beside the decoder."""
+    decoder: nn.Module = decoder_of(model)
+    below = [child for child in inner_of(model).children() if isinstance(child, PreTrainedModel)]
+    return [child for child in below if all(module is not decoder for module in child.modules())]

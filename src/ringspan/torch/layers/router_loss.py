@@ -17,15 +17,15 @@ from typing import Any, Final, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.data.batch_layout import BatchLayout
 from ringspan.torch.layers.blockwise.head import input_size, output_size
-from ringspan.torch.layers.decoder import decoder_of, text_config
+from ringspan.torch.layers.decoder import text_config
 from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.router_record import RouterRecorder
+from ringspan.torch.layers.view import ModelView
 from ringspan.torch.transport.sums import Sum
 
 _COEFFICIENTS: Final = ("router_aux_loss_coef", "aux_loss_coef")
@@ -65,18 +65,19 @@ class RouterLoss(NamedTuple):
         return self.num_experts * ((chosen / rows) * (probabilities / rows)).sum()
 
 
-def find_router_loss(model: PreTrainedModel) -> RouterLoss | None:
+def find_router_loss(view: ModelView) -> RouterLoss | None:
     """Return the auxiliary loss of the model's own forward pass; None if absent or different.
 
     Both are compared on made-up scores before the model goes onto the ring.
     """
+    model = view.model
     coefficient = next((name for name in _COEFFICIENTS if hasattr(model, name)), None)
     experts, chosen = (getattr(model, name, None) for name in ("num_experts", "num_experts_per_tok"))
     if coefficient is None or not isinstance(experts, int) or not isinstance(chosen, int):
         return None
     loss = RouterLoss(experts, chosen, coefficient, RouterRecorder(experts))
     # By trial: a model with the same attributes may weigh its experts in another way.
-    return loss if _agrees(model, loss) else None
+    return loss if _agrees(view, loss) else None
 
 
 def no_router_loss(name: str) -> UnsupportedError:
@@ -103,9 +104,8 @@ def wanted_router(model: Any, asked: bool | None) -> RouterLoss | None:
     return model.ring_router
 
 
-def record_routers(model: PreTrainedModel, loss: RouterLoss) -> None:
+def record_routers(decoder: nn.Module, loss: RouterLoss) -> None:
     """Attach a loss's recorder to the routers whose scores transformers records."""
-    decoder = decoder_of(model)
     wanted: Any = (getattr(decoder, "_can_record_outputs", None) or {}).get("router_logits", [])
     for spec in wanted if isinstance(wanted, list) else [wanted]:
         kind, index = getattr(spec, "target_class", spec), getattr(spec, "index", 1)
@@ -126,10 +126,10 @@ def real_tokens_of(model: Any, positions: Tensor, sequence_length: int, document
 
 
 @torch.no_grad()
-def _agrees(model: PreTrainedModel, loss: RouterLoss) -> bool:
+def _agrees(view: ModelView, loss: RouterLoss) -> bool:
     """Return True if the model's own forward adds this loss, times its factor."""
-    decoder: Any = decoder_of(model)
-    head: Any = model.get_output_embeddings()
+    model, decoder, head = view.model, view.decoder, view.head
+    assert head is not None, "of models that predict tokens"
     size, vocabulary = input_size(head), output_size(head)
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(0, vocabulary, (1, 5), generator=generator)

@@ -16,8 +16,9 @@ from ringspan.core.errors import ConfigError
 from ringspan.core.names import CHECKPOINT_NAMES, CheckpointName, OffloadName, checkpoint_name, offload_name
 from ringspan.core.schedule.choice import check_segments, segment_sizes
 from ringspan.torch.attention import traced  # noqa: F401 - it registers the operator named below
-from ringspan.torch.layers.decoder import decoder_of, head_counts, head_sizes, layers_of
+from ringspan.torch.layers.decoder import head_counts, head_sizes
 from ringspan.torch.layers.modules import Mixin, mix_in
+from ringspan.torch.layers.view import ModelView
 from ringspan.torch.memory.offload import Store
 from ringspan.torch.memory.segments import Segments
 
@@ -98,7 +99,7 @@ def check_checkpointing(model: PreTrainedModel, policy: str, offload: str, layer
 
 
 def checkpoint_layers(
-    model: PreTrainedModel, policy: CheckpointName, offload: OffloadName = "none", layers_per_checkpoint: int = 1
+    view: ModelView, policy: CheckpointName, offload: OffloadName = "none", layers_per_checkpoint: int = 1
 ) -> None:
     """Checkpoint every decoder layer of a Hugging Face model, by checked options.
 
@@ -112,9 +113,8 @@ def checkpoint_layers(
     options: dict[str, Any] = {"use_reentrant": False}
     if policy == "attention":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_layer_attention)
-    decoder: Any = decoder_of(model)
+    decoder, layers = view.decoder, [*view.layers.values()]
     checkpoint_all(decoder, options)
-    layers: list[Any] = [*layers_of(decoder).values()]
     for module in decoder.modules():
         if isinstance(module, GradientCheckpointingLayer) and module not in layers:  # it is computed again with its own
             module.gradient_checkpointing = False
@@ -124,6 +124,7 @@ def checkpoint_layers(
     # themselves share one, since torch.compile would make a program for each.
     shared = partial(_checkpoint, partial(segments.checkpoint, decoder), options)
     is_shared = offload == "none" and layers_per_checkpoint == 1
+    layer: Any
     for layer in layers:
         layer._gradient_checkpointing_func = shared if is_shared else partial(segments.checkpoint, layer)
     mix_in(decoder, _InSegments, activation_segments=segments)

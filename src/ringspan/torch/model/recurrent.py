@@ -6,11 +6,10 @@ unchanged outside a ring. Inlined recurrences (MiniMax) get a forward of ours.
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.balanced import batch_layout
@@ -18,6 +17,7 @@ from ringspan.core.names import BatchLayoutName
 from ringspan.core.recurrence.spans import places_of
 from ringspan.torch.layers.decoder import STATEFUL_LAYERS
 from ringspan.torch.layers.modules import Mixin, forward_of, local_part, mix_in
+from ringspan.torch.layers.view import ModelView
 from ringspan.torch.recurrence.current import SequencePass, current_pass
 from ringspan.torch.recurrence.recurrence import convolution, recurrence, resumed
 from ringspan.torch.recurrence.rules import (
@@ -48,10 +48,9 @@ def stateful_modules(decoder: nn.Module) -> dict[str, nn.Module]:
     return {path: module for path, module in decoder.named_modules() if _hooks_of(module) or _is_lightning(module)}
 
 
-def refuse_stateful(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
+def refuse_stateful(view: ModelView) -> None:
     """Raise UnsupportedError for a layer that mixes tokens in an unsupported way."""
-    name = type(model).__name__
-    held = stateful_modules(decoder)
+    name, decoder, held = view.name, view.decoder, view.stateful
     for path, module in decoder.named_modules():
         if isinstance(module, nn.Conv1d) and path.rpartition(".")[0] not in held:
             raise UnsupportedError(
@@ -78,19 +77,20 @@ def why_no_cache(decoder: nn.Module) -> str | None:
     return None
 
 
-def refuse_spans(decoder: PreTrainedModel, layout: BatchLayoutName, ranks: int, tp: int) -> None:
+def refuse_spans(view: ModelView, layout: BatchLayoutName, ranks: int, tp: int) -> None:
     """Raise LayoutError for states with non-consecutive tokens, UnsupportedError for states with ``tp`` > 1."""
-    if not (held := stateful_modules(decoder)):
+    if not view.stateful:
         return
     places_of(batch_layout(layout, 4 * ranks, ranks))
     if tp > 1:
-        raise UnsupportedError(f"{next(iter(held))} of {type(decoder).__name__} has no tensor-parallel plan; use tp=1")
+        raise UnsupportedError(
+            f"{next(iter(view.stateful))} of {type(view.decoder).__name__} has no tensor-parallel plan; use tp=1"
+        )
 
 
-def hook_stateful(decoder: nn.Module) -> bool:
-    """Make a decoder's modules compute spans during a ring pass; return True if there are any."""
-    held = stateful_modules(decoder)
-    for module in held.values():
+def hook_stateful(modules: Iterable[nn.Module]) -> None:
+    """Make modules compute spans during a ring pass."""
+    for module in modules:
         if _is_lightning(module):
             mix_in(module, _RingLightning)
             continue
@@ -99,7 +99,6 @@ def hook_stateful(decoder: nn.Module) -> bool:
             function = space.get(name)
             if function is not None and not hasattr(function, "ringspan_plain"):
                 space[name] = _wrapped(name, function)
-    return bool(held)
 
 
 def _code_of(module: nn.Module) -> Any:

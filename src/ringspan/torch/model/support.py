@@ -22,7 +22,6 @@ from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.layers.blockwise.head import input_size, joined, refuse_mixing
 from ringspan.torch.layers.decoder import (
     STATEFUL_LAYERS,
-    decoder_of,
     finished_logits,
     has_attention,
     head_counts,
@@ -32,8 +31,9 @@ from ringspan.torch.layers.decoder import (
     text_config,
 )
 from ringspan.torch.layers.rope import is_rotary
+from ringspan.torch.layers.view import ModelView
 from ringspan.torch.model.attention.support import refuse_attention
-from ringspan.torch.model.recurrent import refuse_stateful, stateful_modules
+from ringspan.torch.model.recurrent import refuse_stateful
 from ringspan.torch.model.splittable import DEQUANTISE, refuse_weights
 from ringspan.torch.weights.finite import named_in, refuse_not_finite
 from ringspan.torch.weights.loading import filled
@@ -64,33 +64,26 @@ class FoundHead(NamedTuple):
     """Limit on the logits (``finished_logits``)."""
 
 
-def refuse_unsupported(model: PreTrainedModel) -> FoundHead:
+def refuse_unsupported(view: ModelView) -> FoundHead:
     """Return the model's head; raise UnsupportedError for anything the ring does not compute exactly."""
-    name = type(model).__name__
-    if not isinstance(model, PreTrainedModel):
-        raise UnsupportedError(
-            f"{name} is no PreTrainedModel of transformers; give the model inside of it (model.module), "
-            "and compile afterwards"
-        )
-    decoder = decoder_of(model)
-    if model.get_output_embeddings() is None or decoder is model:
-        refuse_config(model.config)
-        raise UnsupportedError(f"{name} is not a causal language model with a head; use an AutoModelForCausalLM")
-    refuse_unsupported_decoder(model, decoder)
-    return _find_head(model)
+    if view.head is None or view.decoder is view.model:
+        refuse_config(view.model.config)
+        raise UnsupportedError(f"{view.name} is not a causal language model with a head; use an AutoModelForCausalLM")
+    refuse_unsupported_decoder(view)
+    return _find_head(view, view.head)
 
 
-def refuse_unsupported_decoder(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
+def refuse_unsupported_decoder(view: ModelView) -> None:
     """Raise UnsupportedError for anything before the head that the ring does not compute exactly."""
-    name = type(model).__name__
+    name, model, decoder = view.name, view.model, view.decoder
     refuse_config(model.config)
     if "forward" in vars(model):
         raise UnsupportedError(f"{name} has a forward that was set on it, which would not be called; del model.forward")
     refuse_weights(model)
     _refuse_own_tower(name, decoder)
-    refuse_stateful(model, decoder)
+    refuse_stateful(view)
     if has_attention(decoder.config):
-        refuse_attention(name, decoder, set(stateful_modules(decoder).values()))
+        refuse_attention(view)
     for rope in _rope_types(decoder.config):
         if rope in _LENGTH_DEPENDENT_ROPE and not any(is_rotary(module) for module in decoder.modules()):
             raise UnsupportedError(
@@ -194,10 +187,9 @@ def _rope_types(config: PreTrainedConfig) -> list[str]:
     return [str(each.get("rope_type", "default")) for each in (rope, *nested)]
 
 
-def _find_head(model: PreTrainedModel) -> FoundHead:
+def _find_head(view: ModelView, plain: nn.Module) -> FoundHead:
     """Return a model's head, found by running forward on made-up hidden states; raise for other logits or losses."""
-    plain: Any = model.get_output_embeddings()
-    names = _behind_decoder(model, plain)
+    model, names = view.model, _behind_decoder(view, plain)
     wrong = ""
     for parts in ((), names) if names else ((),):
         head = joined([model.get_submodule(name) for name in parts]) if parts else plain
@@ -207,11 +199,11 @@ def _find_head(model: PreTrainedModel) -> FoundHead:
             if next(head.parameters()).is_meta:  # nothing can be tried
                 if names:
                     raise UnsupportedError(
-                        f"{type(model).__name__} has layers between its decoder and its head, which cannot be tried "
+                        f"{view.name} has layers between its decoder and its head, which cannot be tried "
                         "out without weights; use rs.from_pretrained, or make the model off the meta device"
                     )
                 return FoundHead(scale=logit_scale(model.config), softcap=logit_softcap(model.config))
-            found = _try_head(model, head)
+            found = _try_head(view, head)
             if isinstance(found, str):  # of what is no number, nothing is equal
                 refuse_not_finite(named_in(model, head), masks=False)
         if not isinstance(found, str):
@@ -220,22 +212,21 @@ def _find_head(model: PreTrainedModel) -> FoundHead:
     raise UnsupportedError(wrong)
 
 
-def _behind_decoder(model: PreTrainedModel, head: nn.Module) -> tuple[str, ...]:
+def _behind_decoder(view: ModelView, head: nn.Module) -> tuple[str, ...]:
     """Return the modules beside the decoder if the last one is or has the head and is more than it."""
-    decoder = decoder_of(model)
-    beside = [(name, part) for name, part in model.named_children() if decoder not in part.modules()]
+    beside = [(name, part) for name, part in view.model.named_children() if view.decoder not in part.modules()]
     if not beside or head not in beside[-1][1].modules() or (beside[-1][1] is head and len(beside) == 1):
         return ()
     return tuple(name for name, _ in beside)
 
 
-def _try_head(model: PreTrainedModel, head: Any) -> FoundHead | str:
+def _try_head(view: ModelView, head: Any) -> FoundHead | str:
     """Return how a model makes logits of its head's output, or why they differ; raise if only the loss differs."""
     like = next(head.parameters())
     hidden = torch.randn(1, 3, input_size(head), generator=torch.Generator().manual_seed(0)).to(like)
-    kind, decoder = type(model).__name__, decoder_of(model)
+    kind, model = view.name, view.model
     try:
-        with torch.no_grad(), giving(decoder, hidden):
+        with torch.no_grad(), giving(view.decoder, hidden):
             tokens = torch.tensor([[0, 1, 2]], device=like.device)
             # Routers' scores, of which a loss is made beside it, are none of this decoder's.
             takes_scores = "output_router_logits" in inspect.signature(model.forward).parameters

@@ -3,10 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
-from torch import nn
-from transformers import PreTrainedModel
-
-from ringspan.torch.layers.decoder import decoder_of
+from ringspan.torch.layers.view import ModelView
 from ringspan.torch.multimodal.cuts import (
     Cut,
     FramesOfGrid,
@@ -98,14 +95,12 @@ KINDS: Final[Mapping[str, Kind]] = {
 }
 
 
-def kind_of(model: PreTrainedModel) -> Kind | None:
+def kind_of(view: ModelView) -> Kind | None:
     """Return the model's image inputs on a ring; None if it takes none."""
-    kind = KINDS.get(model.config.model_type)
-    if kind is None or not towers_of(model):
+    kind = KINDS.get(view.model.config.model_type)
+    if kind is None or not view.towers:
         return None
-    if kind.features is None and not all(
-        hasattr(inner_of(model), f"get_{each.name}_features") for each in kind.modalities
-    ):
+    if kind.features is None and not all(hasattr(view.inner, f"get_{each.name}_features") for each in kind.modalities):
         return None
     return kind
 
@@ -113,19 +108,6 @@ def kind_of(model: PreTrainedModel) -> Kind | None:
 def has_grid_positions(model: Any) -> bool:
     """Return True if image tokens of a model on a ring have a time, row and column."""
     return model.ring_media is not None and model.ring_media.has_grid_positions
-
-
-def inner_of(model: PreTrainedModel) -> Any:
-    """Return the model below the head, with towers and decoder; the model itself if it has them directly."""
-    below = [child for child in model.children() if isinstance(child, PreTrainedModel)]
-    return below[0] if len(below) == 1 else model
-
-
-def towers_of(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """Return the models beside the decoder."""
-    decoder: nn.Module = decoder_of(model)
-    below = [child for child in inner_of(model).children() if isinstance(child, PreTrainedModel)]
-    return [child for child in below if all(module is not decoder for module in child.modules())]
 
 
 def placeholder(model: Any, modality: Modality) -> int:

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from ringspan.torch.data.media import Media
-from ringspan.torch.multimodal.kinds import Kind, Modality, inner_of, placeholder
+from ringspan.torch.layers.decoder import inner_of
+from ringspan.torch.multimodal.kinds import Kind, Modality, placeholder
 
 Blocks = tuple[tuple[int, int], ...]
 

@@ -18,25 +18,25 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.torch.data.batch_layout import BatchLayout
 from ringspan.torch.data.media import Media
-from ringspan.torch.layers.decoder import layers_of
+from ringspan.torch.layers.decoder import inner_of, layers_of
 from ringspan.torch.layers.modules import mix_in
 from ringspan.torch.layers.rope import set_global_length
+from ringspan.torch.layers.view import ModelView
 from ringspan.torch.memory.checkpointing import checkpoint_all
 from ringspan.torch.multimodal.checks import check_counts
 from ringspan.torch.multimodal.cuts import Inputs, pieces_of
-from ringspan.torch.multimodal.kinds import Kind, Modality, inner_of, towers_of
+from ringspan.torch.multimodal.kinds import Kind, Modality
 from ringspan.torch.multimodal.shares import exchange, make_plan, share_out
 from ringspan.torch.multimodal.token_types import is_of
 from ringspan.torch.transport.collectives import gather, gather_over
 
 
-def put_towers_on_ring(model: Any, kind: Kind, *, checkpointed: bool) -> list[nn.Module]:
+def put_towers_on_ring(view: ModelView, kind: Kind, *, checkpointed: bool) -> list[nn.Module]:
     """Make towers compute their rank's share, in place; return their layers, gathered (and ``checkpointed``) singly."""
-    inner = inner_of(model)
     for modality in kind.modalities if kind.features is None else ():
-        mix_in(inner, _MIXINS[modality.name])
+        mix_in(view.inner, _MIXINS[modality.name])
     layers: list[nn.Module] = []
-    for tower in towers_of(model):
+    for tower in view.towers:
         layers += layers_of(tower).values()
         if checkpointed and tower.supports_gradient_checkpointing:
             checkpoint_all(tower, {"use_reentrant": False})

@@ -8,18 +8,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import ringspan as rs
 from ringspan.core.arguments import FREE_CHUNK_TOKENS
 from ringspan.torch.layers.blockwise.blocks import Blockwise, mixes_tokens, run_in_blocks
 from ringspan.torch.layers.blockwise.feedforward import (
-    chunk_feedforwards,
     find_feedforwards,
     free_feedforwards,
 )
 from ringspan.torch.memory.checkpointing import checkpoint_layers
+from ringspan.torch.model.view import view_of
 from tests.torch.models import build, check, kept_bytes, logged, relative, step, tokens
 
 MODELS: list[tuple[str, dict[str, Any]]] = [
@@ -33,10 +33,10 @@ MODELS: list[tuple[str, dict[str, Any]]] = [
 
 def chunked_step(kind: str, changes: dict[str, Any], chunk: int, checkpoint: Any, count: Any = None) -> Any:
     model = build(kind, **changes).train()
-    feedforwards = find_feedforwards(model)
+    feedforwards = find_feedforwards(view_of(model))
     if chunk:
-        chunk_feedforwards(model, chunk)
-    checkpoint_layers(model, checkpoint)
+        run_in_blocks(find_feedforwards(view_of(model)), chunk, "feedforward_chunk_tokens")
+    checkpoint_layers(view_of(model), checkpoint)
     if count is not None:
         for module in feedforwards:
             module.act_fn.register_forward_hook(count)
@@ -52,8 +52,8 @@ def test_any_model_has_the_same_loss_and_gradients_in_chunks(kind, changes):
 def test_blocks_are_computed_again_in_the_autocast_of_the_forward_pass():
     """Backward runs outside of the context, as PyTorch's own training loops have it."""
     model = build("llama").train()
-    feedforwards: list[Any] = find_feedforwards(model)
-    chunk_feedforwards(model, 5)
+    feedforwards: list[Any] = find_feedforwards(view_of(model))
+    run_in_blocks(find_feedforwards(view_of(model)), 5, "feedforward_chunk_tokens")
     seen: list[tuple[bool, torch.dtype]] = []
     for module in feedforwards:
         module.act_fn.register_forward_hook(lambda _, __, out: seen.append((torch.is_grad_enabled(), out.dtype)))
@@ -85,12 +85,11 @@ class Layer(GradientCheckpointingLayer):
         return hidden + self.mlp(hidden)
 
 
-class Model(nn.Module):
-    """What ``chunk_feedforwards`` needs of a model: its layers and its hidden size."""
+class Model(PreTrainedModel):
+    """A model of one layer."""
 
     def __init__(self, size: int, layer: nn.Module | None = None) -> None:
-        super().__init__()
-        self.config = PretrainedConfig(hidden_size=size)
+        super().__init__(PretrainedConfig(hidden_size=size))
         self.layer = layer or Layer(size)
 
 
@@ -103,7 +102,7 @@ def test_it_keeps_2bsh_bytes_instead_of_the_papers_8bsh_and_more():
     model: Any = Model(h).bfloat16()
     # Its input, and the activation's before and after.
     assert kept_bytes(model.layer, hidden) >= (2 + 8 + 8) * b * s * h
-    chunk_feedforwards(model, 5)
+    run_in_blocks(find_feedforwards(view_of(model)), 5, "feedforward_chunk_tokens")
     assert kept_bytes(model.layer, hidden) == 2 * b * s * h
 
 
@@ -122,7 +121,7 @@ def test_gradients_of_the_weights_add_up_in_float32():
     """258 blocks with a gradient of 1 each: in bfloat16 their sum would stop growing at 256."""
     model: Any = Model(1, Layer(1))
     model.layer.mlp = Shift()
-    chunk_feedforwards(model.bfloat16(), 1)
+    run_in_blocks(find_feedforwards(view_of(model.bfloat16())), 1, "feedforward_chunk_tokens")
     model.layer(torch.zeros(1, 258, 1).bfloat16()).sum().backward()
     assert model.layer.mlp.by.grad.item() == 258.0
 
@@ -152,7 +151,7 @@ def test_a_module_that_mixes_tokens_is_refused_by_name(how):
     model: Any = Model(8, Layer(8))
     model.layer.mlp = Mixing(how)
     with pytest.raises(rs.UnsupportedError, match="mlp mixes tokens"):
-        chunk_feedforwards(model, 4)
+        run_in_blocks(find_feedforwards(view_of(model)), 4, "feedforward_chunk_tokens")
     assert mixes_tokens(Mixing("none"), 8) == ""
     assert mixes_tokens(Mixing("none").to("meta"), 8) == "", "tried on weights made up for it"
 
@@ -163,34 +162,34 @@ def test_one_that_is_random_in_training_is_refused_whatever_its_mode():
     torch.manual_seed(3)
     before = torch.get_rng_state()
     with pytest.raises(rs.UnsupportedError, match=r"layers\.0.*mlp is random in training"):
-        chunk_feedforwards(model, 4)
+        run_in_blocks(find_feedforwards(view_of(model)), 4, "feedforward_chunk_tokens")
     assert torch.equal(torch.get_rng_state(), before)
     assert not any(module.training for module in model.modules())
 
 
 def test_what_has_no_feedforward_in_one_piece_is_refused_by_name():
     with pytest.raises(rs.UnsupportedError, match=r"OPTForCausalLM.*layers\.0.*fc1 is a part of a feed-forward"):
-        find_feedforwards(build("opt", ffn_dim=96))
+        find_feedforwards(view_of(build("opt", ffn_dim=96)))
     with pytest.raises(rs.UnsupportedError, match=r"mlp has dropout 0\.1"):
-        find_feedforwards(build("gpt2", n_embd=64, n_head=4, n_layer=1, resid_pdrop=0.1))
+        find_feedforwards(view_of(build("gpt2", n_embd=64, n_head=4, n_layer=1, resid_pdrop=0.1)))
     with pytest.raises(rs.ConfigError, match="feedforward_chunk_tokens"):
-        chunk_feedforwards(build("llama"), 0)
+        run_in_blocks(find_feedforwards(view_of(build("llama"))), 0, "feedforward_chunk_tokens")
 
 
 @pytest.mark.parametrize(("kind", "is_cut"), [("llama", True), ("gemma3_text", False)])
 def test_the_default_cuts_what_then_runs_no_more_often(kind, is_cut, caplog):
     model = build(kind).train()
-    assert free_feedforwards(model, checkpointed=True) == (find_feedforwards(model) if is_cut else [])
+    assert free_feedforwards(view_of(model), checkpointed=True) == (find_feedforwards(view_of(model)) if is_cut else [])
     assert [message for message in caplog.messages if "Gemma3ForCausalLM" in message] == caplog.messages
     assert len(caplog.messages) == (not is_cut)
-    assert free_feedforwards(model, checkpointed=False) == [], "without a checkpoint blocks cost one more pass"
+    assert free_feedforwards(view_of(model), checkpointed=False) == [], "without a checkpoint blocks cost one more pass"
 
 
 def test_trying_a_layer_leaves_nothing_behind():
     model, results = build("llama").train(), []
     model.model.layers[0].mlp.register_forward_hook(lambda *given: results.append(weakref.ref(given[2])))
     model.model.layers[1].register_forward_pre_hook(lambda *_: results.append("the second layer runs"))
-    assert free_feedforwards(model, checkpointed=True) == [layer.mlp for layer in model.model.layers]
+    assert free_feedforwards(view_of(model), checkpointed=True) == [layer.mlp for layer in model.model.layers]
     assert results[-1]() is None and "the second layer runs" not in results
 
 
@@ -208,7 +207,7 @@ def test_the_default_leaves_what_it_cannot_try(how, reason, monkeypatch, caplog)
         return forward(self, hidden, **kwargs) + 0 * self.mlp(x=hidden)
 
     monkeypatch.setattr(type(model.model.layers[0]), "forward", changed)
-    assert free_feedforwards(model, checkpointed=True) == []
+    assert free_feedforwards(view_of(model), checkpointed=True) == []
     assert re.search(reason, caplog.text)
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
@@ -280,7 +279,7 @@ def test_of_modules_alike_each_with_other_code_is_tried(how):
         plain = mlp.forward
         mlp.forward = lambda hidden: mixing(mlp, None, plain(hidden))
     with pytest.raises(rs.UnsupportedError, match=r"model\.layers\.1|layers\.1.*mlp mixes tokens"):
-        find_feedforwards(model)
+        find_feedforwards(view_of(model))
 
 
 def test_a_forward_that_was_set_on_a_module_runs_in_blocks():

@@ -12,6 +12,7 @@ import ringspan as rs
 from ringspan.torch.data.loss_blocks import LossOptions
 from ringspan.torch.layers.blockwise.head import called_cross_entropy, is_its_weight
 from ringspan.torch.model.support import refuse_unsupported
+from ringspan.torch.model.view import view_of
 from tests.cases import pairwise
 from tests.torch.data.test_cross_entropy import BOUNDS, EXTRAS, example, whole
 from tests.torch.models import build, check, relative, step, tokens
@@ -201,7 +202,7 @@ def test_a_head_that_mixes_tokens_is_refused():
     model = build("llama")
     model.lm_head.register_forward_hook(mix)
     with pytest.raises(rs.UnsupportedError, match=r"the head .*mixes tokens"):
-        refuse_unsupported(model)
+        refuse_unsupported(view_of(model))
 
 
 def late_hook(mesh: DeviceMesh, hook: Any) -> Any:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import ringspan as rs
 from ringspan.torch.layers.blockwise.blocks import Blockwise, run_in_blocks
-from ringspan.torch.layers.blockwise.norm import chunk_norms, find_norms
+from ringspan.torch.layers.blockwise.norm import find_norms
 from tests.torch.models import build, check, kept_bytes, step
 
 
@@ -25,7 +25,7 @@ def test_any_model_has_the_same_loss_and_gradients_with_its_norms_in_chunks(kind
     plain = step(build(kind).train())
     model = build(kind).train()
     assert len(find_norms(model)) == number
-    chunk_norms(model, 5)
+    run_in_blocks(find_norms(model), 5, "norm_chunk_tokens")
     assert sum(isinstance(module, Blockwise) for module in model.modules()) == number
     check([step(model)], plain, (1e-6, 1e-6))
 
@@ -35,7 +35,7 @@ def test_it_keeps_its_16_bit_input_alone():
     [norm, *_] = find_norms(model)
     hidden = torch.randn(1, 30, 64).bfloat16().requires_grad_()
     assert kept_bytes(norm, hidden) > 3 * hidden.nbytes  # in float32, and normed
-    chunk_norms(model, 7)
+    run_in_blocks(find_norms(model), 7, "norm_chunk_tokens")
     assert kept_bytes(norm, hidden) == hidden.nbytes
 
 
@@ -74,7 +74,7 @@ def test_an_argument_that_is_none_changes_nothing():
 
 def test_no_tokens_at_a_time_are_refused():
     with pytest.raises(rs.ConfigError, match="norm_chunk_tokens must be at least 1, got -1; 0 is for none"):
-        chunk_norms(build("llama"), -1)
+        run_in_blocks(find_norms(build("llama")), -1, "norm_chunk_tokens")
 
 
 def test_few_tokens_are_normed_all_at_once_where_it_is_not_worth_it():

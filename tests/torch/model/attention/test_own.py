@@ -12,6 +12,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaForCausalLM
 import ringspan as rs
 from ringspan.torch.layers.decoder import head_counts, layer_kinds
 from ringspan.torch.model.support import refuse_unsupported
+from ringspan.torch.model.view import view_of
 from tests.every_model.run import BOUND, error_of, on_the_ring, one_process
 from tests.every_model.tiny import tiny_config, tiny_model, tiny_tokens
 
@@ -133,14 +134,14 @@ def test_what_is_not_supported_of_such_models_raises(pool):
 @pytest.mark.parametrize("kind", ["bert", "rembert", "roberta"])
 def test_a_model_whose_tokens_see_later_ones_is_refused(kind):
     with pytest.raises(rs.UnsupportedError, match=r"tokens see later ones .* set is_decoder=True"):
-        refuse_unsupported(variant(kind, {"is_decoder": False}))
+        refuse_unsupported(view_of(variant(kind, {"is_decoder": False})))
 
 
 def test_a_head_of_layers_that_cannot_be_tried_out_is_refused():
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(tiny_config("bert"))
     with pytest.raises(rs.UnsupportedError, match="cannot be tried out without weights"):
-        refuse_unsupported(model)
+        refuse_unsupported(view_of(model))
 
 
 class Doubled(LlamaForCausalLM):
@@ -155,23 +156,23 @@ class Doubled(LlamaForCausalLM):
 def test_logits_that_are_made_in_another_way_are_refused():
     config: Any = tiny_config("llama")
     with pytest.raises(rs.UnsupportedError, match="has more between its decoder and its logits than its head"):
-        refuse_unsupported(Doubled(config))
+        refuse_unsupported(view_of(Doubled(config)))
     for kind, message in {
         "roformer": "computes attention in its own code, not through transformers' Atten",
         "blip-2:multimodal": r"makes its logits of more than its decoder's last .*pixel_values",
         "idefics:multimodal": r"needs more than tokens \(ValueError: Exactly 1 of pixel_values",
     }.items():
         with pytest.raises(rs.UnsupportedError, match=message):
-            refuse_unsupported(tiny_model(kind))
+            refuse_unsupported(view_of(tiny_model(kind)))
     muse: Any = tiny_model("muse_glimmer:multimodal")
-    assert refuse_unsupported(muse) and muse.config.text_config.output_multiplier != 1
+    assert refuse_unsupported(view_of(muse)) and muse.config.text_config.output_multiplier != 1
 
 
 def test_the_head_of_a_model_is_found():
-    assert refuse_unsupported(tiny_model("llama")).parts == ()
-    assert refuse_unsupported(tiny_model("bert")).parts == ("cls",)
-    assert refuse_unsupported(tiny_model("electra")).parts == ("generator_predictions", "generator_lm_head")
-    assert refuse_unsupported(tiny_model("bert")).shifts and not refuse_unsupported(tiny_model("bart")).shifts
+    assert refuse_unsupported(view_of(tiny_model("llama"))).parts == ()
+    assert refuse_unsupported(view_of(tiny_model("bert"))).parts == ("cls",)
+    assert refuse_unsupported(view_of(tiny_model("electra"))).parts == ("generator_predictions", "generator_lm_head")
+    assert [refuse_unsupported(view_of(tiny_model(kind))).shifts for kind in ("bert", "bart")] == [True, False]
 
 
 def warned(mesh: Any, kind: str) -> list[str]:

@@ -15,17 +15,16 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import PreTrainedModel
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.layers.blockwise.blocks import kind_of, mixes_tokens, run_in_blocks
-from ringspan.torch.layers.decoder import decoder_of, layers_of
+from ringspan.torch.layers.blockwise.blocks import kind_of, mixes_tokens
+from ringspan.torch.layers.view import ModelView
 from ringspan.torch.weights.loading import filled
 
 _log: Final = logging.getLogger(__name__)
 
 
-def free_feedforwards(model: PreTrainedModel, *, checkpointed: bool, logs: bool = True) -> list[nn.Module]:
+def free_feedforwards(view: ModelView, *, checkpointed: bool, logs: bool = True) -> list[nn.Module]:
     """Return the feed-forwards if running them in blocks of ``FREE_CHUNK_TOKENS`` is nearly free; else none.
 
     A checkpointed layer recomputes its feed-forward once anyway, unless it keeps a tensor after it (a norm's input):
@@ -34,11 +33,11 @@ def free_feedforwards(model: PreTrainedModel, *, checkpointed: bool, logs: bool 
     if not checkpointed:
         return []
     try:
-        feedforwards = find_feedforwards(model)
+        feedforwards = find_feedforwards(view)
     except UnsupportedError as error:
         reason = str(error)
     else:
-        reason = _why_not_free(model, feedforwards)
+        reason = _why_not_free(view, feedforwards)
         if not reason:
             return feedforwards
     if logs:
@@ -46,48 +45,37 @@ def free_feedforwards(model: PreTrainedModel, *, checkpointed: bool, logs: bool 
     return []
 
 
-def chunk_feedforwards(model: PreTrainedModel, chunk_tokens: int) -> None:
-    """Run every decoder layer's feed-forward on ``chunk_tokens`` tokens at a time, both passes, in place.
+def find_feedforwards(view: ModelView) -> list[nn.Module]:
+    """Return each decoder layer's feed-forward, in order, for ``run_in_blocks``.
 
     A feed-forward takes hidden states (B, T, C) alone, keeps their shape and treats tokens separately; the last is
     tried out on made-up tokens. MLPs, gated MLPs and mixtures of experts that drop no token pass. A mixture's second
     output (router scores) becomes None; scores for its auxiliary loss are recorded in the blocks.
 
     Raises:
-        ConfigError: ``chunk_tokens`` below one.
-        UnsupportedError: a layer has no such submodule, or it has dropout; by name.
+        UnsupportedError: a layer has none, or with dropout; the message says why each submodule is excluded.
     """
-    run_in_blocks(find_feedforwards(model), chunk_tokens, "feedforward_chunk_tokens")
-
-
-def find_feedforwards(model: PreTrainedModel) -> list[nn.Module]:
-    """Return each decoder layer's feed-forward, in order; see ``chunk_feedforwards``.
-
-    Raises:
-        UnsupportedError: a layer has none; the message says why each submodule is excluded.
-    """
-    decoder = decoder_of(model)
     verdicts: dict[Any, str] = {}  # layers of one kind share their code: one of each is tried
     found: list[nn.Module] = []
-    for path, layer in layers_of(decoder).items():
+    for path, layer in view.layers.items():
         reasons: list[str] = []
         here: list[nn.Module] = []
         for name, child in layer.named_children():
             kind = kind_of(child)
             if kind not in verdicts:
-                verdicts[kind] = _why_not(child, decoder.config.hidden_size)
+                verdicts[kind] = _why_not(child, view.decoder.config.hidden_size)
             if verdicts[kind]:
                 reasons.append(f"{name} {verdicts[kind]}")
             else:
                 here.append(child)
         if not here:
             raise UnsupportedError(
-                f"{type(model).__name__} has no feed-forward that can run in chunks in {path}: {'; '.join(reasons)}; "
+                f"{view.name} has no feed-forward that can run in chunks in {path}: {'; '.join(reasons)}; "
                 "use feedforward_chunk_tokens=0"
             )
         found += here
     if not found:
-        raise UnsupportedError(f"{type(model).__name__} has no decoder layers whose feed-forward could run in chunks")
+        raise UnsupportedError(f"{view.name} has no decoder layers whose feed-forward could run in chunks")
     return found
 
 
@@ -115,13 +103,12 @@ class _Tried(Exception):
     """Signal that ends a trial after the first layer."""
 
 
-def _why_not_free(model: PreTrainedModel, feedforwards: list[nn.Module]) -> str:
+def _why_not_free(view: ModelView, feedforwards: list[nn.Module]) -> str:
     """Return the reason why blocks are expensive or impossible, found by running the first layer; empty if none.
 
     A layer is recomputed up to the last tensor it keeps; if none follows its feed-forward, blocks cost nothing extra.
     """
-    decoder = decoder_of(model)
-    layers = [*layers_of(decoder).values()]
+    decoder, layers = view.decoder, [*view.layers.values()]
     layer = layers[0]
     name, feedforward = next((name, child) for name, child in layer.named_children() if child in feedforwards)
     is_behind = False
@@ -158,4 +145,4 @@ def _why_not_free(model: PreTrainedModel, feedforwards: list[nn.Module]) -> str:
     finally:
         for handle in handles:
             handle.remove()
-    return f"in {type(model).__name__} {reasons[0]}" if reasons else ""
+    return f"in {view.name} {reasons[0]}" if reasons else ""

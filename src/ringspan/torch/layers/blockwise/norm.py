@@ -10,30 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import PreTrainedModel
 
-from ringspan.torch.layers.blockwise.blocks import kind_of, mixes_tokens, run_in_blocks
+from ringspan.torch.layers.blockwise.blocks import kind_of, mixes_tokens
 from ringspan.torch.weights.loading import filled
 
 
-def chunk_norms(model: PreTrainedModel, chunk_tokens: int) -> None:
-    """Run every norm that saves more than its input on ``chunk_tokens`` tokens at a time, both passes, in place.
-
-    Raises:
-        ConfigError: ``chunk_tokens`` below one.
-    """
-    run_in_blocks(find_norms(model), chunk_tokens, "norm_chunk_tokens")
-
-
-def find_norms(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the norms worth running in blocks.
+def find_norms(decoder: nn.Module) -> list[nn.Module]:
+    """Return the norms worth running in blocks (``run_in_blocks``).
 
     A norm has only vectors of one size as parameters and maps a tensor of that size to the same shape, token by token
     (this is tried out). PyTorch's own norms save no more than their input and are left alone.
     """
     verdicts: dict[Any, bool] = {}
     found: list[nn.Module] = []
-    for module in model.modules():
+    for module in decoder.modules():
         shapes = {tuple(p.shape) for p in module.parameters()}
         if len(shapes) != 1 or len(shape := shapes.pop()) != 1 or any(True for _ in module.children()):
             continue

@@ -8,17 +8,18 @@ B batch, T local tokens, H query heads, D head size.
 
 import inspect
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.cache_names import given_cache
 from ringspan.torch.layers.modules import Mixin, forward_of, mix_in
+from ringspan.torch.layers.view import ModelView
 
 
 class OwnAttention(Mixin):
@@ -185,11 +186,11 @@ def own_attention(decoder: nn.Module) -> dict[nn.Module, type[OwnAttention]]:
     return found
 
 
-def refuse_compiled(decoder: nn.Module, backend: bool | str) -> None:
+def refuse_compiled(view: ModelView, backend: bool | str) -> None:
     """Raise UnsupportedError if own attention code would be compiled."""
-    if backend is not False and own_attention(decoder):
+    if backend is not False and view.own_attention:
         raise UnsupportedError(
-            f"compile={backend!r}: {type(decoder).__name__} computes attention in its own code; use compile=False"
+            f"compile={backend!r}: {type(view.decoder).__name__} computes attention in its own code; use compile=False"
         )
 
 
@@ -199,10 +200,10 @@ def uses_alibi(decoder: Any) -> bool:
     return bool(kinds & {*_ALIBI}) or (_Falcon in kinds and bool(getattr(decoder, "use_alibi", False)))
 
 
-def take_over_attention(decoder: PreTrainedModel, implementation: str) -> None:
+def take_over_attention(own: Mapping[nn.Module, type[OwnAttention]], implementation: str) -> None:
     """Make modules with own attention code call an implementation of transformers' interface, in place."""
     module: Any
-    for module, mixin in own_attention(decoder).items():
+    for module, mixin in own.items():
         if not hasattr(module, "layer_idx"):
             module.layer_idx = getattr(module, "layer_id", None)
         mix_in(module, mixin, ring_implementation=implementation)

@@ -9,21 +9,22 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.layers.decoder import layers_of, without_attention
+from ringspan.torch.layers.decoder import without_attention
 from ringspan.torch.layers.numbering import numbers_itself, takes_positions
-from ringspan.torch.model.attention.own import own_attention, uses_alibi
+from ringspan.torch.layers.view import ModelView
+from ringspan.torch.model.attention.own import uses_alibi
 from ringspan.torch.weights.loading import filled
 
 _TRIAL: Final = "ringspan_trial"
 
 
-def refuse_attention(name: str, decoder: PreTrainedModel, stateful: set[nn.Module]) -> None:
+def refuse_attention(view: ModelView) -> None:
     """Raise UnsupportedError if the ring cannot take over a decoder's attention or number its tokens.
 
-    Layers with a ``stateful`` module, or without attention by the config, need not call any. Models not marked by
+    Layers with a stateful module, or without attention by the config, need not call any. Models not marked by
     transformers as using its AttentionInterface are tried out on two tokens: many lack only the mark.
     """
-    own = own_attention(decoder)
+    name, decoder, own = view.name, view.decoder, view.own_attention
     for path, module in decoder.named_modules():
         is_decoder = getattr(module, "is_decoder", None)
         sees_later = is_decoder is False if module in own else getattr(module, "is_causal", True) is False
@@ -38,7 +39,7 @@ def refuse_attention(name: str, decoder: PreTrainedModel, stateful: set[nn.Modul
                 "config to make it a causal language model"
             )
     if not getattr(decoder, "_supports_attention_backend", False):
-        reason = _why_not_consulted(decoder, stateful | own.keys())
+        reason = _why_not_consulted(view)
         if reason:
             raise UnsupportedError(
                 f"{name} computes attention in its own code, not through transformers' AttentionInterface ({reason}); "
@@ -52,9 +53,9 @@ def refuse_attention(name: str, decoder: PreTrainedModel, stateful: set[nn.Modul
 
 
 @torch.no_grad()
-def _why_not_consulted(decoder: PreTrainedModel, stateful: set[nn.Module]) -> str:
+def _why_not_consulted(view: ModelView) -> str:
     """Return the reason why some layer would not call the ring's attention; empty if all do."""
-    layers = layers_of(decoder).values()
+    decoder, layers, others = view.decoder, view.layers.values(), {*view.stateful.values(), *view.own_attention}
     with filled(decoder, zeros=True):
         ids = torch.zeros(1, 2, dtype=torch.int64, device=next(decoder.parameters()).device)
         with _recorded(decoder) as asking, suppress(Exception):  # whatever it raises whose own code misses its mask
@@ -64,9 +65,9 @@ def _why_not_consulted(decoder: PreTrainedModel, stateful: set[nn.Module]) -> st
         layer
         for layer in layers
         if getattr(layer, "layer_idx", None) not in without
-        and not any(module in asking or module in stateful for module in layer.modules())
+        and not any(module in asking or module in others for module in layer.modules())
     ]
-    if not layers or not (asking or any(module in stateful for module in decoder.modules())):
+    if not layers or not (asking or any(module in others for module in decoder.modules())):
         return "no layer asks it"
     return f"{len(silent)} of {len(layers)} layers do not ask it" if silent else ""
 

@@ -5,50 +5,38 @@ B batch, S global tokens, T local tokens, C hidden size, L labels.
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast, TokenClassifierOutput
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.consistency.loop_watch import watch_backward
 from ringspan.torch.data.batch_layout import BatchLayout
-from ringspan.torch.layers.decoder import decoder_of
 from ringspan.torch.layers.modules import class_name
+from ringspan.torch.layers.view import ModelView
 from ringspan.torch.memory.sharding import renew_types
 from ringspan.torch.model.local_pass import local_hidden_states
 from ringspan.torch.model.support import giving, refuse_unsupported_decoder
 from ringspan.torch.model.tasks.causal_lm import RingCausalLM
+from ringspan.torch.model.view import LABELS, SEQUENCES
 from ringspan.torch.transport.sums import Sum
 from ringspan.torch.weights.finite import named_in, refuse_not_finite
-
-_SEQUENCES, _TOKENS = "ForSequenceClassification", "ForTokenClassification"
-_HEAD: Final = "score"
-
-
-def is_classifier(model: Any) -> bool:
-    """Return True if a model maps sequences or tokens to labels by one linear layer after its decoder."""
-    return (
-        isinstance(model, PreTrainedModel)
-        and class_name(model).endswith((_SEQUENCES, _TOKENS))
-        and isinstance(getattr(model, _HEAD, None), nn.Module)
-    )
 
 
 def pools(model: nn.Module) -> bool:
     """Return True if a classifier labels sequences, not tokens."""
-    return class_name(model).endswith(_SEQUENCES)
+    return class_name(model).endswith(SEQUENCES)
 
 
-def refuse_classifier(model: PreTrainedModel) -> None:
+def refuse_classifier(view: ModelView) -> None:
     """Raise UnsupportedError if the ring cannot run a classifier exactly."""
-    name, decoder = type(model).__name__, decoder_of(model)
+    name, model, decoder = view.name, view.model, view.decoder
     if decoder not in model.children():
-        raise UnsupportedError(f"{name} has more than a decoder and its {_HEAD}, which a ring does not support yet")
-    refuse_unsupported_decoder(model, decoder)
+        raise UnsupportedError(f"{name} has more than a decoder and its {LABELS}, which a ring does not support yet")
+    refuse_unsupported_decoder(view)
     if getattr(decoder.config, "output_router_logits", False):
         raise UnsupportedError(f"{name}: output_router_logits=True has no loss to be added to; set it to False")
     for path, module in model.named_children():
@@ -64,7 +52,7 @@ def refuse_classifier(model: PreTrainedModel) -> None:
 @torch.no_grad()
 def _try_head(model: Any, decoder: Any) -> None:
     """Refuse a classifier that does more than apply its head and pool, tried out on hidden states."""
-    name, head = type(model).__name__, getattr(model, _HEAD)
+    name, head = type(model).__name__, getattr(model, LABELS)
     like = next(head.parameters())
     padding = model.config.get_text_config().pad_token_id
     words = [word for word in range(4) if word != padding][:3]
@@ -85,7 +73,7 @@ def _try_head(model: Any, decoder: Any) -> None:
     if logits.shape != expected.shape or not bool(((logits - expected).abs() <= rounding).all()):
         refuse_not_finite(named_in(model, head), masks=False)  # of what is no number, nothing is equal
         raise UnsupportedError(
-            f"{name} has more between its decoder and its logits than its {_HEAD} and the last token, which a ring "
+            f"{name} has more between its decoder and its logits than its {LABELS} and the last token, which a ring "
             "does not support yet"
         )
 
@@ -137,7 +125,7 @@ class RingClassifier(RingCausalLM):
         renew_types(self)
         longest = int(sequence_length)
         hidden = local_hidden_states(self, input_ids, position_ids, longest, document_lengths, None)
-        head: Any = getattr(self, _HEAD)
+        head: Any = getattr(self, LABELS)
         if not pools(self):
             return TokenClassifierOutput(logits=watch_backward(head(hidden)))
         ring = self.ring_mesh["ring"]

@@ -5,6 +5,7 @@ B batch, S global tokens, T local tokens, C hidden size.
 
 import inspect
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Final
 
 import torch
@@ -20,13 +21,12 @@ from ringspan.torch.consistency.fixed import Fixed, check_fixed
 from ringspan.torch.consistency.forward import in_pass, pass_facts, recovering
 from ringspan.torch.consistency.loop_watch import watch_backward
 from ringspan.torch.data.sharding import shard
-from ringspan.torch.layers.decoder import decoder_of
 from ringspan.torch.layers.modules import class_name, forward_of
 from ringspan.torch.layers.positions import beyond_table
+from ringspan.torch.layers.view import ModelView
 from ringspan.torch.memory.sharding import note_copies, renew_types, settle
 from ringspan.torch.model.attention.support import refuse_attention
 from ringspan.torch.model.config_changes import ConfigCopy, check_configs
-from ringspan.torch.model.recurrent import stateful_modules
 from ringspan.torch.model.saving import Saved
 from ringspan.torch.model.splittable import refuse_weights
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
@@ -37,14 +37,9 @@ _TAKEN: Final = {"inputs_embeds", "position_ids", "use_cache", "return_dict"}
 _LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
 
 
-def is_headless(model: PreTrainedModel) -> bool:
-    """Return True if a model ends in hidden states: a bare decoder, or one inside a user's model."""
-    return isinstance(model, PreTrainedModel) and model.get_output_embeddings() is None
-
-
-def refuse_headless(model: PreTrainedModel) -> None:
+def refuse_headless(view: ModelView) -> None:
     """Raise UnsupportedError if the ring cannot run a headless model exactly."""
-    name, decoder = type(model).__name__, decoder_of(model)
+    name, model, decoder = view.name, view.model, view.decoder
     if decoder is not model and type(model).__module__.startswith("transformers."):
         raise UnsupportedError(
             f"{name} does more with its decoder's hidden states than one token at a time; use an AutoModelForCausalLM, "
@@ -56,11 +51,11 @@ def refuse_headless(model: PreTrainedModel) -> None:
     if "forward" in vars(model):
         raise UnsupportedError(f"{name} has a forward that was set on it, which would not be called; del model.forward")
     refuse_weights(model)
-    refuse_attention(name, decoder, set())
-    if held := stateful_modules(decoder):
+    refuse_attention(replace(view, stateful={}))
+    if view.stateful:
         raise UnsupportedError(
-            f"{name} has layers with a state or a convolution ({next(iter(held))}), which a decoder without a head "
-            "does not compute over a ring yet; use an AutoModelForCausalLM"
+            f"{name} has layers with a state or a convolution ({next(iter(view.stateful))}), which a decoder without a "
+            "head does not compute over a ring yet; use an AutoModelForCausalLM"
         )
     for path, module in model.named_modules():
         if isinstance(module, (nn.Conv1d, nn.BatchNorm1d)):
