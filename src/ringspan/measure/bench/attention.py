@@ -20,7 +20,8 @@ from ringspan.core.schedule.schedule import make_schedule
 from ringspan.measure.bench.machine import describe_machine
 from ringspan.measure.bench.timing import timed
 from ringspan.measure.trace.peak import allocated_bytes
-from ringspan.torch.attention.op import check_tensors, ring_attention
+from ringspan.torch.attention.arguments import check_tensors
+from ringspan.torch.attention.op import ring_attention
 from ringspan.torch.runtime.launch import launch, local_device
 from ringspan.torch.transport.agreement import shared_bytes
 from ringspan.torch.transport.exchange import COUNTERS

@@ -19,7 +19,7 @@ from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import Mask, causal, chunked, documents, full, prefix_lm, sliding_window
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.torch import kernels
-from ringspan.torch.attention.op import check_tensors
+from ringspan.torch.attention.arguments import check_tensors
 from ringspan.torch.kernels.device import DeviceRules, ruled_by, rules_of
 from ringspan.torch.kernels.score_mod import Scores
 

@@ -26,8 +26,8 @@ from ringspan.core.schedule.schedule import Schedule, make_schedule
 from ringspan.measure.bench.machine import describe_machine
 from ringspan.torch import kernels
 from ringspan.torch.attention import ring
+from ringspan.torch.attention.arguments import check_tensors
 from ringspan.torch.attention.block import Block
-from ringspan.torch.attention.op import check_tensors
 from ringspan.torch.attention.ring import Ring, num_head_groups
 from ringspan.torch.attention.spec import AttentionSpec
 from ringspan.torch.kernels.contract import BackwardInputs

@@ -4,8 +4,6 @@ Being an operator, it traces under FakeTensor and torch.compile without communic
 name it to keep its result. B batch, H query heads, G key/value heads, T local tokens, D head size, E value head size.
 """
 
-import logging
-import os
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any, Final, Never
@@ -16,26 +14,16 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringspan.core.arguments import check_scores, find_layouts, find_mask
-from ringspan.core.errors import LayoutError, UnsupportedError
-from ringspan.core.geometry.layout import CustomLayout, Layout
+from ringspan.core.errors import UnsupportedError
+from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import Mask
-from ringspan.core.names import CommDtypeName, GradientCommDtypeName, KernelName, LayoutName, kernel_name
-from ringspan.core.schedule.choice import Choice, choose_route
+from ringspan.core.names import CommDtypeName, GradientCommDtypeName, KernelName, LayoutName
 from ringspan.core.schedule.route import Route, member_heads
 from ringspan.core.schedule.schedule import Schedule, make_schedule
-from ringspan.core.schedule.timing import Speeds
-from ringspan.core.schedule.workspace import Shape
 from ringspan.torch import kernels
-from ringspan.torch.attention.arguments import (
-    check_differentiation,
-    check_heads,
-    check_plain,
-    check_tensors,
-    find_group,
-)
-from ringspan.torch.attention.comm_dtype import check_comm_dtype
+from ringspan.torch.attention.arguments import check_differentiation
 from ringspan.torch.attention.handler import handled
+from ringspan.torch.attention.request import Request, checked
 from ringspan.torch.attention.ring import (
     Ring,
     accumulation_dtype,
@@ -45,15 +33,13 @@ from ringspan.torch.attention.ring import (
     num_head_groups,
     sink_gradient,
 )
-from ringspan.torch.attention.spec import AttentionSpec, padding_of
+from ringspan.torch.attention.spec import AttentionSpec
 from ringspan.torch.attention.ulysses import Ulysses
 from ringspan.torch.kernels.device import rules_of
 from ringspan.torch.kernels.score_mod import Scores
-from ringspan.torch.transport.agreement import agree, compare_refused, one_at_a_time
+from ringspan.torch.transport.agreement import agree, one_at_a_time
 from ringspan.torch.transport.protocol import Transport, transport_of
 
-_log: Final = logging.getLogger(__name__)
-_told: Final[set[Choice]] = set()
 UNSAFE: Final = (torch.Tag.cudagraph_unsafe,)
 """A replayed CUDA graph would repeat the lengths and messages of another batch: programs run the operator outside."""
 
@@ -117,110 +103,26 @@ def ring_attention(
 
     Source: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers for Near-Infinite Context".
     """
-    q, k, v, spec = checked(
-        *(q, k, v, mask, layout, key_layout, group, scale, softcap, slopes, sinks),
-        *(route, comm_dtype, gradient_comm_dtype, kernel),
-    )
-    out, _ = _forward(q, k, v, sinks, slopes, str(spec))
-    return out
-
-
-def checked(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: Mask | str | None,
-    layout: LayoutName | Layout,
-    key_layout: Layout | None,
-    group: dist.ProcessGroup | DeviceMesh | None,
-    scale: float | None,
-    softcap: float | None,
-    slopes: Tensor | None,
-    sinks: Tensor | None,
-    route: str,
-    comm_dtype: CommDtypeName,
-    gradient_comm_dtype: GradientCommDtypeName,
-    kernel: KernelName,
-) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
-    """Return the operator's arguments for these of ``ring_attention``.
-
-    Raises:
-        UnsupportedError, LayoutError: as ``ring_attention``.
-    """
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
-        check_plain(name, tensor)
-    q, k, v = in_autocast(q, k, v)
-    check_tensors(q, k, v)
-    check_comm_dtype(comm_dtype, gradient_comm_dtype)
-    kernel_name(kernel)
-    check_scores(scale, softcap)
-    check_heads(q, slopes, sinks)
-    check_differentiation("ring_attention", q, k, v, sinks)
-    group = find_group(group)
-    ranks = dist.get_world_size(group) if group is not None else 1
-    try:
-        layout, key_layout = find_layouts(
-            layout, key_layout, ranks, q.shape[2], k.shape[2], remedy="rs.shard or rs.shard_batch"
-        )
-    except LayoutError as error:  # of which another rank, with other tensors, may know nothing
-        compare_refused(group, {"layout": str(error)})
-        raise
-    mask = find_mask(mask)
-    if route == "auto":
-        route = _choose(layout, key_layout, mask, q, k, v, comm_dtype)
-    way = Route.parse(route, ranks)
-    member_heads(q.shape[1], k.shape[1], way.ulysses)
-    way.check_comm_dtype(comm_dtype)
-    spec = AttentionSpec(
-        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
-        softcap=float(softcap or 0.0),
-        mask=mask.spec,
-        **_layout_options(layout, key_layout),
+    request = Request(
+        q=q,
+        k=k,
+        v=v,
+        mask=mask,
+        layout=layout,
+        key_layout=key_layout,
+        group=group,
+        scale=scale,
+        softcap=softcap,
+        slopes=slopes,
+        sinks=sinks,
         route=route,
         comm_dtype=comm_dtype,
         gradient_comm_dtype=gradient_comm_dtype,
         kernel=kernel,
-        group=group.group_name if group is not None else "",
     )
-    return q, k, v, spec
-
-
-def _layout_options(layout: Layout, keys: Layout) -> dict[str, Any]:
-    """Return a spec's layout fields."""
-    if isinstance(layout, CustomLayout) and isinstance(keys, CustomLayout):
-        return {"layout": layout.spec, "key_layout": "" if keys == layout else keys.spec}
-    return {"layout": layout.name, "padding": padding_of(layout), "key_padding": padding_of(keys)}
-
-
-# Asked once: torch.compile of PyTorch 2.11 cannot trace the question.
-_HAVE_AUTOCAST: Final = frozenset(
-    kind for kind in ("cpu", "cuda", "xpu", "mps") if torch.amp.is_autocast_available(kind)
-)
-
-
-def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast tensors as autocast does for PyTorch's own attention, except float64."""
-    kind = tensors[0].device.type
-    if kind not in _HAVE_AUTOCAST or not torch.is_autocast_enabled(kind):
-        return tensors
-    dtype = torch.get_autocast_dtype(kind)
-    return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
-
-
-def _choose(layout: Layout, keys: Layout, mask: Mask, q: Tensor, k: Tensor, v: Tensor, comm_dtype: str) -> str:
-    """Choose the route for ``auto``."""
-    speeds = Speeds(*rules_of(q.device).assumed_speeds, _ranks_per_node(layout.ranks))
-    shape = Shape(len(q), q.shape[1], k.shape[1], k.shape[-1], v.shape[-1], k.dtype.itemsize)
-    choice = choose_route(layout, mask, shape, speeds, keys, comm_dtype=comm_dtype)
-    if choice not in _told:
-        _told.add(choice)
-        _log.info("%s", choice.reason)
-    return choice.route
-
-
-def _ranks_per_node(ranks: int) -> int:
-    """Return the launcher's ranks per node, at most the ring's; the whole ring if unknown."""
-    return min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
+    q, k, v, spec = checked(request)
+    out, _ = _forward(q, k, v, sinks, slopes, str(spec))
+    return out
 
 
 @torch.library.custom_op("ringspan::ring_attention", mutates_args=(), tags=UNSAFE)

@@ -18,6 +18,7 @@ from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.geometry.mask import Mask, Region, causal, documents, sliding_window
 from ringspan.core.names import CommDtypeName, KernelName
 from ringspan.torch.attention import op
+from ringspan.torch.attention.request import Request, checked, in_autocast
 from ringspan.torch.attention.spec import AttentionSpec
 
 _RING: Final = torch.ops.ringspan.ring_attention.default
@@ -52,7 +53,7 @@ def layer_attention(
     Raises:
         UnsupportedError, LayoutError, PeerMismatch: as ``ring_attention``, when the operator runs.
     """
-    q, k, v = op.in_autocast(q, k, v)
+    q, k, v = in_autocast(q, k, v)
     asked = AttentionSpec(
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         softcap=softcap or 0.0,
@@ -163,20 +164,22 @@ def _attentions(
             assert of_row is not None, "checked when the batch was made"
             layout = batch_layout("balanced", length, dist.get_world_size(group), of_row)
         rows = slice(None) if len(found) == 1 else slice(row, row + 1)
-        *_, full = op.checked(
-            *(q[rows], k[rows], v[rows], mask_of(length, of_row, window, chunk)),
+        request = Request(
+            q=q[rows],
+            k=k[rows],
+            v=v[rows],
+            mask=mask_of(length, of_row, window, chunk),
             layout=layout,  # pyright: ignore[reportArgumentType]
-            key_layout=None,
             group=group,
             scale=asked.scale,
             softcap=asked.softcap or None,
-            slopes=None,
             sinks=sinks,
             route=asked.route,
             comm_dtype=asked.comm_dtype,
             gradient_comm_dtype=asked.gradient_comm_dtype,
             kernel=asked.kernel,
         )
+        *_, full = checked(request)
         yield rows, str(replace(full, group=asked.group))
 
 

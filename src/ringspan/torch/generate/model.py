@@ -25,7 +25,7 @@ from ringspan.torch.generate.cache.identity import reader_of
 from ringspan.torch.generate.cache.quality import CacheCost, cache_cost
 from ringspan.torch.generate.cache.saved import load, save
 from ringspan.torch.generate.options import agreed_options, cache_bytes
-from ringspan.torch.generate.passes import agreed_pass, over_cache, unchecked
+from ringspan.torch.generate.passes import CachePass, agreed_pass, over_cache, unchecked
 from ringspan.torch.generate.weights import weights_for_tokens
 from ringspan.torch.layers.cache_names import cache_name, given_cache
 from ringspan.torch.layers.decoder import cached_kinds, cached_states
@@ -77,7 +77,7 @@ class RingGenerator(RingCausalLM):
         use_cache: bool | None = None,
         logits_to_keep: int = 0,
         cache: RingCache | None = None,
-        ring_over_cache: Any = None,
+        ring_over_cache: CachePass | None = None,
         **kwargs: Any,
     ) -> Any:
         """Run ``RingCausalLM.forward``; over a cache, return the last new tokens' logits (B, n, V) on every rank.
@@ -85,7 +85,7 @@ class RingGenerator(RingCausalLM):
         Its signature shows transformers' arguments, which ``generate`` and Trainer look for.
         """
         if ring_over_cache is not None:
-            return over_cache(self, **ring_over_cache)
+            return over_cache(self, ring_over_cache)
         given = {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}
         return super().forward(**given, attention_mask=attention_mask, **kwargs)
 

@@ -6,7 +6,7 @@ B batch, n new tokens, V vocabulary.
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -43,27 +43,37 @@ from ringspan.torch.transport.digest import described
 
 # What transformers' ``generate`` hands on to each pass, in which no model has a use for it.
 _OF_GENERATE: Final = "tokenizer", "assistant_tokenizer"
-_OURS: Final = OURS, "attention_mask", "position_ids", "input_ids", "use_cache", "logits_to_keep"
 
 
-def agreed_pass(
-    model: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
+class CachePass(NamedTuple):
+    """Arguments of a pass over a cache; the fields but ``media`` have transformers' names."""
+
+    input_ids: Any = None
+    """New tokens (B, n)."""
+    attention_mask: Tensor | None = None
+    position_ids: Tensor | None = None
+    past_key_values: RingCache | None = None
+    use_cache: bool | None = None
+    logits_to_keep: int | None = 0
+    media: Media | None = None
+
+
+def agreed_pass(model: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachePass:
     """Return the arguments of a pass over a cache, once the ring's ranks agree on them.
 
     Raises:
         PeerMismatch: they do not; on every rank.
         RingspanError: an error of some rank; on every rank alike.
     """
-    asked: dict[str, Any] = {}
+    asked = CachePass()
     try:
         given = kwargs
         if args:
             names = [name for name in inspect.signature(forward).parameters if name != "self"]
             given = {**dict(zip(names, args, strict=False)), **kwargs}
         name_ours(given)
-        asked = {name: given.pop(name) for name in _OURS if name in given}
-        asked["media"] = _media(model, asked, given)
+        asked = CachePass(**{name: given.pop(name) for name in CachePass._fields[:-1] if name in given})
+        asked = asked._replace(media=_media(model, asked, given))
         apart = ("return_dict", *_OF_GENERATE) if model.ring_is_generating else ("return_dict",)
         check_arguments(class_name(model), {name: value for name, value in given.items() if name not in apart})
         if given.get("return_dict") is False:
@@ -71,13 +81,13 @@ def agreed_pass(
         _check_pass(model, asked)
         facts: dict[str, Any] = {
             name: described(value) if isinstance(value, Tensor) else str(value)
-            for name, value in asked.items()
+            for name, value in asked._asdict().items()
             if name != "media"
         }
         if model.ring_is_generating:  # of one prompt, so that the ranks have chosen them
             facts["chosen tokens"] = facts.pop("input_ids")
-        facts["images"] = None if (media := asked["media"]) is None else media.digest
-        cache = asked.get("past_key_values")
+        facts["images"] = None if asked.media is None else asked.media.digest
+        cache = asked.past_key_values
         facts["past_key_values"] = (
             None if cache is None else f"{cache.shares.length} tokens in {cache.dtype or 'its own dtype'}"
         )
@@ -91,12 +101,12 @@ def agreed_pass(
     return asked
 
 
-def _media(model: Any, asked: dict[str, Any], given: dict[str, Any]) -> Media | None:
+def _media(model: Any, asked: CachePass, given: dict[str, Any]) -> Media | None:
     """Take the images of new tokens from the given arguments; None without any, whatever the token types."""
     if model.ring_media is None:
         return None
     inputs = {name: value for name in MEDIA if (value := given.pop(name, None)) is not None}
-    ids, mask = asked.get("input_ids"), asked.get("attention_mask")
+    ids, mask = asked.input_ids, asked.attention_mask
     if (kept := next((value for value in inputs.values() if isinstance(value, Media)), None)) is not None:
         return _of_prompt(kept, ids)
     kind: Kind = model.ring_media
@@ -121,10 +131,9 @@ def _of_prompt(media: Media, ids: Any) -> Media:
     raise UnsupportedError("a prompt with images is read as a whole; leave prefill_chunk_size out, a ring has its own")
 
 
-def _check_pass(model: Any, asked: dict[str, Any]) -> None:
+def _check_pass(model: Any, asked: CachePass) -> None:
     """Raise UnsupportedError for unfit tensors and unsupported arguments."""
-    ids, mask, positions = (asked.get(name) for name in ("input_ids", "attention_mask", "position_ids"))
-    cache, keep = asked.get("past_key_values"), asked.get("logits_to_keep")
+    ids, mask, positions, cache, use_cache, keep, _ = asked
     if torch.is_grad_enabled() and not model.ring_is_generating:
         raise UnsupportedError("a pass over a cache is not differentiated; call it under torch.no_grad()")
     if not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.numel():
@@ -134,7 +143,7 @@ def _check_pass(model: Any, asked: dict[str, Any]) -> None:
         raise UnsupportedError(f"past_key_values is a {type(cache).__name__}; use model.new_cache()")
     if cache is not None:
         cache.check_complete()
-    if cache is not None and asked.get("use_cache") is False:
+    if cache is not None and use_cache is False:
         raise UnsupportedError("use_cache=False with past_key_values, which the pass would add to; leave one out")
     if not isinstance(keep if keep is not None else 0, int):
         raise UnsupportedError(f"logits_to_keep must be a number of last tokens, got a {type(keep).__name__}")
@@ -160,18 +169,9 @@ def _check_pass(model: Any, asked: dict[str, Any]) -> None:
         raise error
 
 
-def over_cache(
-    model: Any,
-    input_ids: Tensor,
-    attention_mask: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    past_key_values: RingCache | None = None,
-    use_cache: bool | None = None,
-    logits_to_keep: int | None = 0,
-    media: Media | None = None,
-) -> CausalLMOutputWithPast:
+def over_cache(model: Any, asked: CachePass) -> CausalLMOutputWithPast:
     """Run new tokens (B, n) over a cache and extend it: logits of the last ``logits_to_keep``, all when 0."""
-    cache = past_key_values
+    input_ids, attention_mask, position_ids, cache, use_cache, logits_to_keep, media = asked
     if cache is None:  # a processor asks, while the model generates
         cache = model.new_cache()
         cache.read_by(reader_of(model))

@@ -13,7 +13,8 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.step_config import StepConfig
 from ringspan.torch.attention.cached import Turn, current_turn
-from ringspan.torch.attention.op import in_autocast, ring_attention
+from ringspan.torch.attention.op import ring_attention
+from ringspan.torch.attention.request import in_autocast
 from ringspan.torch.attention.traced import layer_attention, mask_of
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.layers.cache_names import NAMES
