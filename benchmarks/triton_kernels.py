@@ -162,7 +162,7 @@ def compile_all(
     with compiling(capability, blocks) as kernels:
         triton_attention.forward_into(q, k, v, launch, scores, out.float(), lse)
         triton_attention.backward_into(BackwardInputs(out, q, k, v, out, lse), launch, scores, *sums)
-        triton_merge.merge_into(out.float(), lse, out, lse)
+        triton_merge.merge_many(out, lse, [(out.float(), lse), *[(out, lse)] * 7])
     return [row for kernel in kernels for row in kernel.rows]
 
 

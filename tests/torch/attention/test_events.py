@@ -18,7 +18,7 @@ from ringspan.core.schedule import events
 from ringspan.core.schedule.kernel_launches import KernelLaunch, pieces, whole
 from ringspan.core.schedule.route import Route
 from ringspan.core.schedule.schedule import make_schedule
-from ringspan.core.schedule.workspace import Returning, Shape, merge_bytes
+from ringspan.core.schedule.workspace import Returning, Shape, Taken
 from ringspan.measure.trace.tracker import MemoryTracker
 from ringspan.torch import kernels
 from ringspan.torch.attention import ring
@@ -119,18 +119,16 @@ class RecordedInPlace(Recorded):
 class Replayed:
     """What a kernel took, launch by launch, as the argument of the events."""
 
-    def __init__(self, calls, shape, choose):
-        self._calls, self._shape, self._choose = iter(calls), shape, choose
+    def __init__(self, calls, choose):
+        self._calls, self._choose = iter(calls), choose
 
     def launches(self, tiles):
         return self._choose(tiles).launches(tiles)
 
-    def forward_bytes(self, launch, *, is_first):
+    def forward_bytes(self, launch):
         call = next(self._calls)
         assert call.launch == launch
-        merging = not is_first and call.results > 0
-        merged = merge_bytes(self._shape, launch.num_rows, converts=call.converts) if merging else 0
-        return max(call.most, call.results + merged)
+        return Taken(call.most, call.results, call.converts)
 
     def backward_bytes(self, launch):
         call = next(self._calls)
@@ -161,7 +159,12 @@ def held(part, walk):
                 )
             case events.Wait(number):
                 log.append(("wait", number))
-            case events.Compute(_, num_bytes) | events.Accumulate(num_bytes) | events.Convert(num_bytes):
+            case (
+                events.Compute(_, num_bytes)
+                | events.Launch(num_bytes)
+                | events.Accumulate(num_bytes)
+                | events.Convert(num_bytes)
+            ):
                 most = max(most, now + num_bytes)
         most = max(most, now)
     assert now == 0, "everything is free at the end"
@@ -187,7 +190,7 @@ def both(part, loop, arguments, kernel, **options):
         q, k, v = arguments[1:4] if loop is ring.backward else arguments
         serving = kernels.serving(kernel, q, v, SCORES)
         _, heads, _ = next(mine.heads(q, k))
-        replayed = Replayed(calls, part.group, lambda tiles: kernels.choose(serving, tiles, q[:, heads]))
+        replayed = Replayed(calls, lambda tiles: kernels.choose(serving, tiles, q[:, heads]))
         walk = events.backward if loop is ring.backward else events.forward
         counted = held(replace(part, kernel=replayed), walk)
     most = max((moment.total_bytes for moment in tracker.moments), default=0)

@@ -24,10 +24,12 @@ pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/torch/test_gpu.py runs them on the GPU")
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("size", [16, 5])
-def test_the_fused_merge_is_the_rule(dtype, size):
-    check_merge(dtype, size, "cpu")
+MERGES = [(torch.float32, 5, 2, False), (torch.bfloat16, 16, 8, True), (torch.bfloat16, 5, 10, False)]
+
+
+@pytest.mark.parametrize(("dtype", "size", "count", "has_sinks"), MERGES)
+def test_the_fused_merge_is_the_rule(dtype, size, count, has_sinks):
+    check_merge(dtype, size, "cpu", count, has_sinks=has_sinks)
 
 
 @pytest.fixture(autouse=True)
@@ -161,7 +163,8 @@ for _ in range(40):
     given = BackwardInputs(q[:, :, a], *mine, *theirs, q[:, :, a], lse[:, :, a])
     ours.backward_into(given, launch, scores, out[:, :, a], *(out[:, :2, b] for _ in range(2)))
     new = torch.zeros(1, rows[1] - rows[0], 4, 64, dtype=torch.bfloat16).transpose(1, 2)
-    triton_merge.merge_into(out[:, :, a], lse[:, :, a], new, torch.zeros(1, 4, rows[1] - rows[0]))
+    other = new, torch.zeros(1, 4, rows[1] - rows[0])
+    triton_merge.merge_many(q[:, :, a], lse[:, :, a], [(out[:, :, a], lse[:, :, a]), other, other])
 print({name: len(one.keys) for name, one in (tuned | {"merge": merge}).items()} | {"deterministic": len(tried)})
 """
     found = json.loads(without_interpreter(script).replace("'", '"'))

@@ -14,8 +14,9 @@ from typing import Final, NamedTuple, TypeVar
 
 from ringspan.core.geometry.ranges import Ranges, minus, size, union
 from ringspan.core.schedule.kernel_launches import KernelLaunch, within_ranges
+from ringspan.core.schedule.merging import is_full, segments
 from ringspan.core.schedule.schedule import Hop, Schedule, Send
-from ringspan.core.schedule.workspace import Kernel, Shape, merge_bytes, sent_itemsize
+from ringspan.core.schedule.workspace import Kernel, Shape, Taken, merge_bytes, merge_many_bytes, sent_itemsize
 
 MESSAGES_PER_HOP: Final = 2  # keys and values before the computation, gradients after it
 _FLOAT32: Final = 4
@@ -102,6 +103,12 @@ class Compute(NamedTuple):
     num_bytes: int
 
 
+class Launch(NamedTuple):
+    """A launch of a hop, which takes so many bytes while it runs."""
+
+    num_bytes: int
+
+
 class Accumulate(NamedTuple):
     """Add what another rank has sent; merging takes so many bytes meanwhile."""
 
@@ -114,7 +121,7 @@ class Convert(NamedTuple):
     num_bytes: int
 
 
-Event = Make | Free | Post | Wait | Compute | Accumulate | Convert
+Event = Make | Free | Post | Wait | Compute | Launch | Accumulate | Convert
 _T = TypeVar("_T")
 Steps = Generator[Event, None, _T]
 
@@ -153,17 +160,85 @@ class _Coming(NamedTuple):
 
 
 class _Sum:
-    """Rows of partials that add up: which of them have one already."""
+    """Partials that add up in ``buffer`` (``torch.kernels.partials.Partial``): which rows have one already."""
 
-    def __init__(self, buffer: Buffer) -> None:
-        self.buffer = buffer
+    def __init__(self, shape: Shape, buffer: Buffer) -> None:
+        self.buffer, self._shape = buffer, shape
         self._rows: Ranges = ()
 
-    def touch(self, start: int, stop: int) -> bool:
-        """Mark rows as touched; return whether none of them had a partial."""
-        missing = size(minus(((start, stop),), self._rows))
+    def merge(self, start: int, stop: int, *, is_short: bool, partials: int = 1) -> int:
+        """Return the bytes that merging some rows takes."""
+        rows, missing = stop - start, size(minus(((start, stop),), self._rows))
         self._rows = union(self._rows, ((start, stop),))
-        return missing == stop - start
+        if missing == rows:
+            return merge_many_bytes(self._shape, rows, partials)
+        if partials == 1:
+            return merge_bytes(self._shape, rows, converts=is_short)
+        return merge_many_bytes(self._shape, rows, partials + 1)
+
+    def running(self) -> Iterator[Event]:
+        """Have the sums, for a kernel that adds up in place."""
+        return iter(())
+
+    def run(self, launch: KernelLaunch, taken: Taken) -> Iterator[Event]:
+        """Run a launch, and add what it returns, if anything."""
+        yield Launch(taken.most)
+        merging = self.merge(launch.q0, launch.q1, is_short=taken.is_short)
+        if taken.partial:
+            yield Accumulate(taken.partial + merging)
+
+    def add(self, start: int, stop: int) -> Iterator[Event]:
+        """Add rows that another rank has sent."""
+        yield Accumulate(self.merge(start, stop, is_short=False))
+
+    def finish(self) -> Iterator[Event]:
+        """Write the result; it is there already."""
+        return iter(())
+
+
+class _Deferred(_Sum):
+    """Partials of a 16-bit result, which wait for each other (``torch.kernels.partials.Deferred``)."""
+
+    def __init__(self, shape: Shape, rows: int) -> None:
+        super().__init__(shape, Buffer(0, is_sum=True))
+        self._count = rows
+        self._waiting: list[tuple[int, int]] = []
+        self._held: list[Buffer] = []
+        self._is_folded = False
+
+    def run(self, launch: KernelLaunch, taken: Taken) -> Iterator[Event]:
+        if not taken.is_short:
+            yield from self.running()
+            yield from super().run(launch, taken)
+            return
+        yield Launch(taken.most)
+        self._held.append((yield from _make(taken.partial)))
+        self._waiting.append((launch.q0, launch.q1))
+        if is_full(self._waiting, self._count):
+            yield from self.running()
+
+    def add(self, start: int, stop: int) -> Iterator[Event]:
+        yield from self.running()
+        yield from super().add(start, stop)
+
+    def finish(self) -> Iterator[Event]:
+        for start, stop, partials in segments(tuple(self._waiting), self._count):
+            yield Accumulate(merge_many_bytes(self._shape, stop - start, len(partials) + self._is_folded))
+        yield from self._clear()
+
+    def running(self) -> Iterator[Event]:
+        if not self._is_folded:
+            row = self._shape.batch * self._shape.heads * self._shape.sum_itemsize
+            self.buffer = yield from _make(row * self._shape.value_dim * self._count, is_sum=True)
+            self._is_folded = True
+        for start, stop, partials in segments(tuple(self._waiting), self._count):
+            if partials:
+                yield Accumulate(self.merge(start, stop, is_short=True, partials=len(partials)))
+        yield from self._clear()
+
+    def _clear(self) -> Iterator[Event]:
+        yield from _drop(*self._held)
+        self._waiting, self._held = [], []
 
 
 class _Walk:
@@ -186,18 +261,17 @@ class _Walk:
     def forward(self, last: list[Buffer]) -> Steps[list[Buffer]]:
         """Run forward; ``last`` are the former group's sums and last arrival; return those of this one."""
         shape, part = self.shape, self.part
-        row = shape.batch * shape.heads * shape.sum_itemsize
-        partial = row * (shape.value_dim + 1)
+        partial = shape.batch * shape.heads * shape.sum_itemsize * (shape.value_dim + 1)
         in_results = shape.itemsize == shape.sum_itemsize
-        local = _Sum((yield from _make(0 if in_results else row * shape.value_dim * part.tokens, is_sum=True)))
+        local = _Sum(shape, Buffer(0, is_sum=True)) if in_results else _Deferred(shape, part.tokens)
         arrived = last[1:]
         yield from _drop(*last[:1])
         for hop in self.part.schedule.active:
             block = yield from self._arrive(hop)
             total, is_sent = local, part.schedule.passes_queries and hop.index > 0
             if is_sent:
-                total = _Sum((yield from _make(partial * size(hop.gradient_to_owner), hop.gradient_to_owner)))
-            yield Compute(hop, self._forward_bytes(hop, block, total))
+                total = _Sum(shape, (yield from _make(partial * size(hop.gradient_to_owner), hop.gradient_to_owner)))
+            yield from self._compute(hop, block, total)
             if is_sent and (hop.gradient_to_owner or hop.from_visitor.ranges):
                 sends = [(hop.owner, total.buffer)]
                 coming = yield from self._post(MESSAGES_PER_HOP * hop.index + 1, sends, [(hop.from_visitor, partial)])
@@ -207,6 +281,7 @@ class _Walk:
                 self.returning += coming
             yield from _drop(*([total.buffer] if is_sent else []), block)
         yield from self._collect(local)
+        yield from local.finish()
         return [local.buffer, *arrived]
 
     def backward(self, unfinished: list["_Walk"]) -> Steps[None]:
@@ -342,9 +417,8 @@ class _Walk:
         arrival = yield from self._wait(coming)
         if arrival is None:
             return
-        rows = ((stop - start, total and not total.touch(start, stop)) for start, stop in arrival.ranges)
-        for count, is_merged in rows:
-            yield Accumulate(merge_bytes(self.shape, count) if is_merged else 0)
+        for start, stop in arrival.ranges:
+            yield from total.add(start, stop) if total else [Accumulate(0)]
         yield from _drop(arrival)
 
     def _collect(self, total: _Sum | None = None) -> Iterator[Event]:
@@ -357,12 +431,14 @@ class _Walk:
         queries = self.part.schedule.passes_queries
         return within_ranges(self.part.kernel.launches, hop.bands, *packed, passes_queries=queries)
 
-    def _forward_bytes(self, hop: Hop, block: Buffer, total: _Sum) -> int:
-        kernel, launches = self.part.kernel, self._launches(hop, block.ranges)
-        touched = ((launch, total.touch(launch.q0, launch.q1)) for launch in launches)
-        return (
-            max((kernel.forward_bytes(one, is_first=is_first) for one, is_first in touched), default=0) if kernel else 0
-        )
+    def _compute(self, hop: Hop, block: Buffer, total: _Sum) -> Iterator[Event]:
+        """Compute the launches of a hop, whose partials are merged, or wait."""
+        yield Compute(hop, 0)
+        if self.part.kernel is None and hop.bands:
+            yield from total.running()
+        for launch in self._launches(hop, block.ranges):
+            assert self.part.kernel is not None, "it has launches"
+            yield from total.run(launch, self.part.kernel.forward_bytes(launch))
 
     def _backward_bytes(self, hop: Hop, block: Buffer, total: Buffer) -> int:
         kernel, launches = self.part.kernel, self._launches(hop, block.ranges, total.ranges)

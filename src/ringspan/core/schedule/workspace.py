@@ -5,7 +5,7 @@ B batch, H query heads, G key/value heads, D head size, E value head size.
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from ringspan.core.geometry.tile import Tile
 from ringspan.core.schedule.kernel_launches import KernelLaunch, KernelLaunches
@@ -57,14 +57,22 @@ def sent_itemsize(comm_dtype: str, itemsize: int) -> int:
     return {"exact": itemsize, "bfloat16": _BFLOAT16}.get(comm_dtype, 1)
 
 
+class Taken(NamedTuple):
+    """Bytes that a launch takes."""
+
+    most: int
+    partial: int
+    """What it returns; 0 if it adds up in place."""
+    is_short: bool
+    """True if the partial has fewer bits than sums have."""
+
+
 class Kernel(Protocol):
-    """Grouping of tiles, and the bytes that a launch takes beyond its inputs and sums; all are free before the next."""
+    """Grouping of tiles, and the bytes that a launch takes beyond its inputs and sums."""
 
     def launches(self, tiles: tuple[Tile, ...]) -> KernelLaunches: ...
 
-    def forward_bytes(self, launch: KernelLaunch, *, is_first: bool) -> int:
-        """``is_first``: none of the launch's rows has a partial yet, so that nothing need be merged."""
-        ...
+    def forward_bytes(self, launch: KernelLaunch) -> Taken: ...
 
     def backward_bytes(self, launch: KernelLaunch) -> int: ...
 
@@ -79,12 +87,12 @@ class Returning:
     def launches(self, tiles: tuple[Tile, ...]) -> KernelLaunches:
         return self.group(tiles)
 
-    def forward_bytes(self, launch: KernelLaunch, *, is_first: bool) -> int:
+    def forward_bytes(self, launch: KernelLaunch) -> Taken:
         shape = self.shape
         out = shape.batch * shape.heads * shape.value_dim * shape.itemsize
         lse = shape.batch * shape.heads * shape.sum_itemsize
-        merging = 0 if is_first else merge_bytes(shape, launch.num_rows, converts=shape.itemsize < shape.sum_itemsize)
-        return launch.num_rows * (out + lse) + merging
+        partial = launch.num_rows * (out + lse)
+        return Taken(partial, partial, is_short=shape.itemsize < shape.sum_itemsize)
 
     def backward_bytes(self, launch: KernelLaunch) -> int:
         shape = self.shape
@@ -95,3 +103,11 @@ def merge_bytes(shape: Shape, rows: int, *, converts: bool = False) -> int:
     """Count bytes of merging some rows' partial in plain PyTorch: two numbers per row, or one and a float32 copy."""
     row = shape.batch * shape.heads * shape.sum_itemsize
     return rows * (row + max(row, row * shape.value_dim if converts else 0))
+
+
+def merge_many_bytes(shape: Shape, rows: int, partials: int) -> int:
+    """Count bytes of merging several partials of some rows at once in plain PyTorch: a share per partial and the
+    log-sum-exp, the float32 sum, and a float32 copy of one partial.
+    """
+    row = shape.batch * shape.heads * shape.sum_itemsize
+    return 0 if partials < 2 else rows * row * (partials + 1 + 2 * shape.value_dim)

@@ -199,7 +199,7 @@ class PartialBlock:
     """Partial of ranges of an owner's queries, out (B, H, n, E) and lse (B, H, n, 1); packed where it is sent."""
 
     def __init__(self, block: Block) -> None:
-        self._block, self._partial = block, Partial(block.k, block.v.squeeze(-1))
+        self._block, self._partial = block, Partial.of(block.k, block.v.squeeze(-1))
 
     @staticmethod
     def in_transit(spec: PackedSpec, make: Callable[[TensorSpec], Tensor] = TensorSpec.empty) -> "PartialBlock":
@@ -208,7 +208,7 @@ class PartialBlock:
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
         """Merge a partial of some rows."""
-        self._partial.merge(rows, out, lse)
+        self._partial.merge(rows, (out, lse))
 
     def add_block(self, block: Block) -> None:
         """Merge what another rank has sent."""

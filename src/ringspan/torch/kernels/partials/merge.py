@@ -1,7 +1,14 @@
-"""The merge rule of ``ringspan.core.softmax`` in plain PyTorch; ``triton_merge`` has it as one pass."""
+"""The merge rule of ``ringspan.core.softmax`` in plain PyTorch; ``triton_merge`` has it as one pass.
+
+B batch, H query heads, E value head size.
+"""
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from ringspan.torch.kernels.device import runs_triton
 
 
 def merge_into(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
@@ -9,3 +16,44 @@ def merge_into(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> No
     weight = torch.sigmoid(new_lse - lse).nan_to_num_(0.0).to(out.dtype)  # two rows that saw nothing: -inf less -inf
     out.lerp_(new_out.to(out.dtype), weight.unsqueeze(-1))
     torch.logaddexp(lse, new_lse.to(lse.dtype), out=lse)
+
+
+def merge_many(
+    out: Tensor, lse: Tensor, partials: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None = None
+) -> None:
+    """Write the merge of partials, each read once, into (out, lse): shapes (B, H, rows, E) and (B, H, rows).
+
+        lse = logsumexp_i(lse_i, sink),  out = sum_i exp(lse_i - lse) out_i
+
+    in the dtype of ``lse``, rounded once to that of ``out``. The first partial may be (out, lse) itself. ``sinks`` (H,)
+    are logits that take their share of each row and have no value. Rows without keys have out 0 and lse -inf.
+    """
+    if not partials:
+        out.zero_()
+        lse.fill_(-torch.inf)
+        if sinks is not None:
+            lse.copy_(sinks.to(lse.dtype)[:, None].expand_as(lse))
+    elif len(partials) == 1 and sinks is None:
+        out.copy_(partials[0][0])
+        lse.copy_(partials[0][1])
+    elif runs_triton(lse):
+        from ringspan.torch.kernels.partials import triton_merge
+
+        triton_merge.merge_many(out, lse, partials, sinks)
+    else:
+        _merge_many(out, lse, partials, sinks)
+
+
+def _merge_many(out: Tensor, lse: Tensor, partials: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None) -> None:
+    logits = [each for _, each in partials]
+    if sinks is not None:
+        logits.append(sinks.to(lse.dtype)[:, None].expand_as(lse))
+    shares = torch.stack(logits)
+    total = torch.logsumexp(shares, 0)
+    shares.sub_(total).exp_().nan_to_num_(0.0)  # rows that saw nothing: -inf less -inf
+    (first, _), *others = partials
+    mixed = first.to(lse.dtype, copy=True).mul_(shares[0].unsqueeze(-1))
+    for (other, _), share in zip(others, shares[1:], strict=False):
+        mixed.addcmul_(other.to(lse.dtype), share.unsqueeze(-1))
+    out.copy_(mixed)
+    lse.copy_(total)

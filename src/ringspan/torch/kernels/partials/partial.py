@@ -1,50 +1,48 @@
-"""The merge rule of ``ringspan.core.softmax``, in place: the running (out, lse) of a rank's queries.
+"""The running (out, lse) of a rank's queries. B batch, H query heads, T local queries, E value head size."""
 
-B batch, H query heads, T local queries, E value head size.
-"""
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from ringspan.core.schedule.merging import is_full, segments
 from ringspan.torch.kernels.device import runs_triton
-from ringspan.torch.kernels.partials.merge import merge_into
+from ringspan.torch.kernels.partials.merge import merge_into, merge_many
 from ringspan.torch.kernels.partials.written_rows import WrittenRows
+
+Rows = tuple[Tensor, Tensor]
+"""(out, lse) of some rows."""
 
 
 class Partial:
-    """(out, lse) of the local queries over the keys seen so far, in float32 (float64 for float64 inputs).
-
-    Float32 sums keep the error independent of the number of ranks; they are made in ``out`` and ``lse`` if these fit.
-    """
+    """(out, lse) of the local queries over the keys seen so far, added up in a result of float32 (or float64)."""
 
     def __init__(self, out: Tensor, lse: Tensor) -> None:
-        self._result, self._lse = out, lse
-        self._out = out
-        if out.dtype != lse.dtype:  # tokens before heads, as the flash kernels store what they return
-            self._out = torch.empty_like(out.transpose(1, 2), dtype=lse.dtype, memory_format=torch.contiguous_format)
-            self._out = self._out.transpose(1, 2)
+        self._out, self._lse = out, lse
         self._rows = WrittenRows(out.shape[2])
 
-    def merge(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Merge the partial of rows; out 0 and lse -inf where a row saw nothing."""
-        mine, mine_lse = self._out[:, :, rows], self._lse[:, :, rows]
+    @staticmethod
+    def of(out: Tensor, lse: Tensor) -> "Partial | Deferred":
+        """Return the sum that becomes a result (B, H, T, E) and its lse (B, H, T)."""
+        return Partial(out, lse) if out.dtype == lse.dtype else Deferred(out, lse)
+
+    def merge(self, rows: slice, *partials: Rows) -> None:
+        """Merge partials of rows; out 0 and lse -inf where a row saw nothing."""
+        mine = self._out[:, :, rows], self._lse[:, :, rows]
         missing = self._rows.touch(rows)
         # Rows that nothing has been written to take the partial as it is; where only some have been, the others become
         # the partial of no keys, which merges like any other.
         if missing == rows.stop - rows.start:
-            mine.copy_(out)
-            mine_lse.copy_(lse)
+            merge_many(*mine, partials)
             return
         if missing:
             self.running(rows)
-        if runs_triton(mine):
-            from ringspan.torch.kernels.partials import triton_merge
-
-            triton_merge.merge_into(mine, mine_lse, out, lse)
+        if len(partials) == 1 and not runs_triton(mine[0]):
+            merge_into(*mine, *partials[0])
         else:
-            merge_into(mine, mine_lse, out, lse)
+            merge_many(*mine, [mine, *partials])
 
-    def running(self, rows: slice) -> tuple[Tensor, Tensor]:
+    def running(self, rows: slice) -> Rows:
         """Return the running out and lse of rows, for a kernel that adds in place."""
         for start, stop in self._rows.fill():
             self._out[:, :, start:stop].zero_()
@@ -63,5 +61,62 @@ class Partial:
             share = (self._lse - total).exp_().masked_fill_(total == -torch.inf, 1)  # no key and no sink: out stays 0
             self._out.mul_(share.unsqueeze(-1))
             self._lse.copy_(total)
-        if self._out is not self._result:
-            self._result.copy_(self._out)
+
+
+class Deferred:
+    """The same for a 16-bit result, whose rows are written once.
+
+    16-bit partials wait for each other; at the end each row is summed in float32 from all of them and rounded. Where
+    too many wait, or come in float32, they add up in float32 first, so that memory does not grow with the ranks.
+    """
+
+    def __init__(self, out: Tensor, lse: Tensor) -> None:
+        self._result, self._lse, self._count = out, lse, out.shape[2]
+        self._waiting: list[tuple[tuple[int, int], Rows]] = []
+        self._sums: Partial | None = None
+
+    def merge(self, rows: slice, partial: Rows) -> None:
+        """Merge the partial of rows; out 0 and lse -inf where a row saw nothing."""
+        if partial[0].dtype == self._lse.dtype:
+            self._fold().merge(rows, partial)
+            return
+        self._waiting.append(((rows.start, rows.stop), partial))
+        if is_full((ends for ends, _ in self._waiting), self._count):
+            self._fold()
+
+    def running(self, rows: slice) -> Rows:
+        """Return the running float32 out and lse of rows, for a kernel that adds in place."""
+        return self._fold().running(rows)
+
+    def finish(self, sinks: Tensor | None = None) -> None:
+        """Leave the result in ``out`` and ``lse``, as ``Partial.finish``."""
+        everything = slice(0, self._count)
+        sums = None if self._sums is None else self._sums.running(everything)
+        for rows, partials in self._segments():
+            before = [] if sums is None else [(sums[0][:, :, rows], sums[1][:, :, rows])]
+            merge_many(self._result[:, :, rows], self._lse[:, :, rows], [*before, *partials], sinks)
+        self._waiting.clear()
+
+    def _fold(self) -> Partial:
+        """Add up in float32 what waits."""
+        if self._sums is None:  # tokens before heads, as the flash kernels store what they return
+            like = self._result.transpose(1, 2)
+            sums = torch.empty_like(like, dtype=self._lse.dtype, memory_format=torch.contiguous_format)
+            self._sums = Partial(sums.transpose(1, 2), self._lse)
+        for rows, partials in self._segments():
+            if partials:
+                self._sums.merge(rows, *partials)
+        self._waiting.clear()
+        return self._sums
+
+    def _segments(self) -> Sequence[tuple[slice, list[Rows]]]:
+        """Return rows, and the partials of them that wait."""
+        found: list[tuple[slice, list[Rows]]] = []
+        for start, stop, numbers in segments(tuple(ends for ends, _ in self._waiting), self._count):
+            partials: list[Rows] = []
+            for number in numbers:
+                (first, _), (out, lse) = self._waiting[number]
+                within = slice(start - first, stop - first)
+                partials.append((out[:, :, within], lse[:, :, within]))
+            found.append((slice(start, stop), partials))
+        return found

@@ -1,6 +1,9 @@
-"""Merge of two partials (``ringspan.core.softmax``) as one Triton pass; the eager rule makes three. Requires Triton."""
+"""Merge of partials (``ringspan.core.softmax``) as one Triton pass over all of them. Requires Triton."""
 # Triton compiles this function; as Python it would not type.
 # pyright: reportCallIssue=false
+
+from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 import triton
@@ -9,13 +12,16 @@ from torch import Tensor
 
 from ringspan.gpu.support import OF_BATCH, OF_ROWS
 
+MAX_PARTIALS = 8
+"""Partials of one program; more are merged in turn."""
+
 
 @triton.jit(do_not_specialize=OF_BATCH, do_not_specialize_on_alignment=OF_ROWS)
 def _merge(
-    out, lse, new_out, new_lse,
+    out, lse, outs, lses, places, sinks,
     rows, size, heads,
-    out_b, out_h, out_t, lse_b, lse_h, lse_t, new_b, new_h, new_t, new_lse_b, new_lse_h, new_lse_t,
-    ROWS: tl.constexpr, SIZE: tl.constexpr,
+    out_b, out_h, out_t, lse_b, lse_h, lse_t,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, PARTIALS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     batch, head = (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
@@ -23,34 +29,56 @@ def _merge(
     is_row = row < rows
     inside = is_row[:, None] & (column < size)[None, :]
     row = row.to(tl.int64)
-    lse_at = lse + batch * lse_b + head * lse_h + row * lse_t
-    old = tl.load(lse_at, mask=is_row, other=-float("inf"))
-    new = tl.load(new_lse + batch * new_lse_b + head * new_lse_h + row * new_lse_t, mask=is_row, other=-float("inf"))
-    top = tl.maximum(old, new)
-    base = tl.where(top == -float("inf"), 0.0, top)  # a row that saw nothing on either side
-    old_share, new_share = tl.exp(old - base), tl.exp(new - base)
-    total = old_share + new_share
-    weight = tl.where(total > 0.0, new_share / tl.where(total > 0.0, total, 1.0), 0.0)
+    # Sums relative to the largest logit so far, as in the online softmax.
+    top = tl.full([ROWS], -float("inf"), tl.float32)
+    if sinks is not None:
+        top = tl.maximum(top, tl.load(sinks + head).to(tl.float32))
+    total = tl.where(top == -float("inf"), 0.0, 1.0)
+    mixed = tl.zeros([ROWS, SIZE], tl.float32)
+    for i in tl.static_range(PARTIALS):
+        at = places + 8 * i
+        mine = tl.load(at + 4) + batch * tl.load(at + 5) + head * tl.load(at + 6) + row * tl.load(at + 7)
+        new = tl.load(lses[i] + mine, mask=is_row, other=-float("inf"))
+        higher = tl.maximum(top, new)
+        base = tl.where(higher == -float("inf"), 0.0, higher)  # nothing seen yet
+        old_share, new_share = tl.exp(top - base), tl.exp(new - base)
+        mine = tl.load(at) + batch * tl.load(at + 1) + head * tl.load(at + 2) + row * tl.load(at + 3)
+        values = tl.load(outs[i] + mine[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
+        mixed = mixed * old_share[:, None] + values * new_share[:, None]
+        total = total * old_share + new_share
+        top = higher
+    mixed = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
     out_at = out + batch * out_b + head * out_h + row[:, None] * out_t + column[None, :]
-    a = tl.load(out_at, mask=inside, other=0.0)
-    b = tl.load(
-        new_out + batch * new_b + head * new_h + row[:, None] * new_t + column[None, :], mask=inside, other=0.0
-    ).to(tl.float32)
-    tl.store(out_at, a + weight[:, None] * (b - a), mask=inside)
-    tl.store(lse_at, tl.where(total > 0.0, base + tl.log(total), -float("inf")), mask=is_row)
+    tl.store(out_at, mixed.to(out.dtype.element_ty), mask=inside)
+    lse_at = lse + batch * lse_b + head * lse_h + row * lse_t
+    tl.store(lse_at, tl.where(total > 0.0, top + tl.log(total), -float("inf")), mask=is_row)
 
 
-def merge_into(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> None:
-    """Merge (out, lse) <- (out, lse) + (new_out, new_lse) in float32, in place; ``new_out`` in any dtype.
+def merge_many(
+    out: Tensor, lse: Tensor, partials: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None = None
+) -> None:
+    """Write the merge of partials in any dtypes into (out, lse), in float32 registers; see ``merge.merge_many``.
 
-    Shapes: (B, H, rows, E) with a contiguous last dimension, and (B, H, rows), with any other strides.
+    Shapes: (B, H, rows, E) with a contiguous last dimension, and (B, H, rows) in float32, with any other strides.
     """
-    assert out.dtype == lse.dtype == new_lse.dtype == torch.float32
-    new_out = new_out if new_out.stride(-1) == 1 else new_out.contiguous()
+    assert lse.dtype == torch.float32
+    while len(partials) > MAX_PARTIALS:
+        sums = torch.empty_like(out, dtype=lse.dtype), torch.empty_like(lse)
+        merge_many(*sums, partials[:MAX_PARTIALS])
+        partials = [sums, *partials[MAX_PARTIALS:]]
+    given = [(one if one.stride(-1) == 1 else one.contiguous(), of_rows) for one, of_rows in partials]
+    places = tuple(place for pair in given for x in pair for place in (x.storage_offset(), *x.stride()[:3]))
+    outs, lses = (tuple(x.as_strided((1,), (1,), 0) for x in each) for each in zip(*given, strict=True))
     batch, heads, rows, size = out.shape
     block = max(1, 4096 // triton.next_power_of_2(size))
     _merge[(triton.cdiv(rows, block), batch * heads)](
-        out, lse, new_out, new_lse, rows, size, heads,
-        *out.stride()[:3], *lse.stride(), *new_out.stride()[:3], *new_lse.stride(),
-        ROWS=block, SIZE=triton.next_power_of_2(size), num_warps=4,
+        out, lse, outs, lses, _table(places, out.device), sinks, rows, size, heads,
+        *out.stride()[:3], *lse.stride(),
+        ROWS=block, SIZE=triton.next_power_of_2(size), PARTIALS=len(given), num_warps=4,
     )  # fmt: skip
+
+
+@lru_cache(maxsize=256)
+def _table(places: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return where partials lie: as arguments, their offsets and strides would make a program for each batch."""
+    return torch.tensor(places, dtype=torch.int64).to(device, non_blocking=True)

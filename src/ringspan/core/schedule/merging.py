@@ -1,0 +1,36 @@
+"""When partials of the same rows are merged: as few times as their memory allows, so that each row is written once."""
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Final, NamedTuple
+
+from ringspan.core.geometry.ranges import Ranges
+
+MAX_WAITING: Final = 5
+"""Results whose rows may wait; beyond, they are added up in a float32 sum, as large as two 16-bit results."""
+
+
+class Segment(NamedTuple):
+    """Rows [start, stop) that the same partials cover."""
+
+    start: int
+    stop: int
+    partials: tuple[int, ...]
+    """Numbers of the partials, in the order in which they came."""
+
+
+def is_full(waiting: Iterable[tuple[int, int]], rows: int) -> bool:
+    """Return True if partials of these rows, of a result of ``rows`` rows, wait no longer."""
+    return sum(stop - start for start, stop in waiting) > MAX_WAITING * rows
+
+
+@lru_cache(maxsize=1024)
+def segments(waiting: Ranges, rows: int) -> tuple[Segment, ...]:
+    """Cut the rows of a result where the partials that cover them change."""
+    ends = sorted({0, rows}.union(*waiting))
+    covering: list[list[int]] = [[] for _ in ends[1:]]
+    for number, (start, stop) in enumerate(waiting):
+        for place in range(bisect_left(ends, start), bisect_left(ends, stop)):
+            covering[place].append(number)
+    return tuple(Segment(*ends[place : place + 2], tuple(numbers)) for place, numbers in enumerate(covering))
