@@ -14,9 +14,9 @@ from ringspan.core.geometry.mask import causal, full
 from ringspan.core.geometry.shares import Shares
 from ringspan.core.recurrence.scan import scan_rounds
 from ringspan.core.recurrence.spans import links_of, places_of
-from ringspan.core.schedule.events import Compute, Part
 from ringspan.core.schedule.route import member_heads
 from ringspan.core.schedule.schedule import make_schedule
+from ringspan.core.schedule.steps import Compute, Part
 from ringspan.core.schedule.timing import Speeds, pair_flops, timeline
 from ringspan.core.schedule.workspace import Shape
 from ringspan.report.drawing import GRID, INK, PAPER, RANK_COLOURS, SOFT, canvas, line, rectangle, text

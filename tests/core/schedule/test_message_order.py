@@ -11,9 +11,9 @@ import ringspan as rs
 from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.schedule import events
-from ringspan.core.schedule.events import Part, Post
 from ringspan.core.schedule.route import Route
 from ringspan.core.schedule.schedule import make_schedule
+from ringspan.core.schedule.steps import Part, Post
 from ringspan.core.schedule.workspace import Shape
 from tests.cases import pairwise
 

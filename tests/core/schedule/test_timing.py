@@ -8,9 +8,9 @@ import torch
 
 import ringspan as rs
 from ringspan.core.schedule import timing
-from ringspan.core.schedule.events import Part
 from ringspan.core.schedule.route import Route
 from ringspan.core.schedule.schedule import make_schedule
+from ringspan.core.schedule.steps import Part
 from ringspan.core.schedule.timing import Speeds, forward_pass
 from ringspan.core.schedule.workspace import Shape
 from ringspan.torch.transport.exchange import COUNTERS
@@ -126,9 +126,8 @@ def test_no_rank_takes_much_longer_than_those_that_are_looked_at(layout, ranks, 
         way = route.backward if is_backward else route
         looked_at = timing.passes(split, mask, route, HEADS, speeds, is_backward=is_backward)
         for rank in range(ranks):
-            one = timing._walk(
-                Part(make_schedule(split, mask, rank, split, way), HEADS), speeds, is_backward=is_backward
-            )
+            part = timing._part(make_schedule(split, mask, rank, split, way), HEADS)
+            one = timing._walk(part, speeds, is_backward=is_backward)
             assert one.seconds < 1.1 * timing.slowest(looked_at).seconds, name
 
 

@@ -12,7 +12,7 @@ from ringspan.measure.trace import rehearsal
 from ringspan.measure.trace.dry_run import trace
 from ringspan.measure.trace.rehearsal import exposed_seconds, rehearse
 from ringspan.plan.cost.setting import Setting
-from ringspan.torch.attention.ring import _Coming
+from ringspan.torch.attention.part import Coming
 from ringspan.torch.transport import protocol
 from ringspan.torch.transport.exchange import COUNTERS
 from tests.cases import long
@@ -62,7 +62,7 @@ def test_another_rank_of_the_same_mesh_has_groups_of_its_own():
 
 
 def test_blocks_that_arrive_are_normal_numbers_of_the_right_size(monkeypatch):
-    arrived, wait = [], _Coming.wait
+    arrived, wait = [], Coming.wait
 
     def looking(coming):
         block = wait(coming)
@@ -71,7 +71,7 @@ def test_blocks_that_arrive_are_normal_numbers_of_the_right_size(monkeypatch):
             arrived.append((message.numel(), float(message.mean()), float(message.std())))
         return block
 
-    monkeypatch.setattr(_Coming, "wait", looking)
+    monkeypatch.setattr(Coming, "wait", looking)
     config = models.config("llama", **SIZES | {"num_hidden_layers": 1})
     rehearse(config, Setting(length=96, ring=3, compute_dtype="float32", on_gpu=False), 1, bandwidth=1e9)
     block = 32 * config.num_key_value_heads * 2 * config.hidden_size // config.num_attention_heads

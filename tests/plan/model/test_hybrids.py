@@ -13,7 +13,7 @@ from ringspan.core.errors import RingspanError, UnsupportedError
 from ringspan.core.recurrence.scan import scan_rounds, sent_states
 from ringspan.core.recurrence.spans import links_of, places_of
 from ringspan.core.recurrence.traffic import state_messages
-from ringspan.core.schedule import events
+from ringspan.core.schedule import events, steps
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.core.schedule.workspace import Shape
 from ringspan.plan.cluster.hardware import DEVICES
@@ -107,9 +107,9 @@ def sent_in_a_step(mesh: Any, kind: str, layout: str, length: int, checkpoint: s
 def attention_bytes(shape: ModelShape, layout: rs.Layout, rank: int) -> int:
     """What the ring's own events send for one layer."""
     schedule = make_schedule(layout, rs.causal(), rank, layout, "ring")
-    part = events.Part(schedule, Shape(1, shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim, 4))
+    part = steps.Part(schedule, Shape(1, shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim, 4))
     posts = [event for each in (events.forward, events.backward) for event in each(part)]
-    return sum(size.num_bytes for post in posts if isinstance(post, events.Post) for _, size in post.sends)
+    return sum(size.num_bytes for post in posts if isinstance(post, steps.Post) for _, size in post.sends)
 
 
 CASES = [(3, "zigzag", 61), (4, "contiguous", 64), (2, "zigzag", 40)]

@@ -13,6 +13,7 @@ from ringspan.core.geometry.layout import CustomLayout
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.torch.attention import ring
 from ringspan.torch.attention.op import _positions
+from ringspan.torch.attention.part import Ring, num_head_groups
 from ringspan.torch.attention.spec import AttentionSpec
 from ringspan.torch.kernels.score_mod import Scores
 from tests.core.geometry.test_custom_layout import held
@@ -55,7 +56,7 @@ class Custom(Problem):
             schedule = make_schedule(queries, mask, rank, keys, way)
             scores = Scores(self.scale, self.softcap, self.slopes)
             of_scores = None if self.slopes is None else positions
-            mine = ring.Ring(schedule, exchange, scores, spec, ring.num_head_groups(q, k, schedule), of_scores)
+            mine = Ring(schedule, exchange, scores, spec, num_head_groups(q, k, schedule), of_scores)
             return partial(ring.backward if is_backward else ring.forward, mine)
 
         return self.passes(queries, keys, passed)

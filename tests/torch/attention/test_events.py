@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import ringspan as rs
 from ringspan.core.geometry.layout import CustomLayout
 from ringspan.core.names import COMM_DTYPE_NAMES, GRADIENT_COMM_DTYPE_NAMES, LAYOUT_NAMES
-from ringspan.core.schedule import events
+from ringspan.core.schedule import events, steps
 from ringspan.core.schedule.kernel_launches import KernelLaunch, pieces, whole
 from ringspan.core.schedule.route import Route
 from ringspan.core.schedule.schedule import make_schedule
@@ -22,6 +22,7 @@ from ringspan.core.schedule.workspace import Returning, Shape, Taken
 from ringspan.measure.trace.tracker import MemoryTracker
 from ringspan.torch import kernels
 from ringspan.torch.attention import ring
+from ringspan.torch.attention.part import Ring, accumulation_dtype
 from ringspan.torch.attention.spec import AttentionSpec
 from ringspan.torch.kernels.memory import ANY
 from ringspan.torch.kernels.score_mod import Scores
@@ -141,7 +142,7 @@ def numbers(shape, tokens, key_tokens, dtype):
     queries, keys = (shape.batch, shape.heads, tokens), (shape.batch, shape.kv_heads, key_tokens)
     sizes = (*queries, shape.value_dim), (*queries, shape.head_dim), (*keys, shape.head_dim), (*keys, shape.value_dim)
     dout, q, k, v = (torch.zeros(size, dtype=dtype) for size in sizes)
-    return dout, q, k, v, dout.clone(), torch.zeros(queries, dtype=ring.accumulation_dtype(dtype))
+    return dout, q, k, v, dout.clone(), torch.zeros(queries, dtype=accumulation_dtype(dtype))
 
 
 def held(part, walk):
@@ -149,21 +150,21 @@ def held(part, walk):
     log, now, most = [], 0, 0
     for event in walk(part):
         match event:
-            case events.Make(buffer):
+            case steps.Make(buffer):
                 now += buffer.num_bytes
-            case events.Free(buffer):
+            case steps.Free(buffer):
                 now -= buffer.num_bytes
-            case events.Post(number, sends, receives):
+            case steps.Post(number, sends, receives):
                 log.append(
                     ("post", number, *([(m.peer, m.buffer.num_bytes) for m in each] for each in (sends, receives)))
                 )
-            case events.Wait(number):
+            case steps.Wait(number):
                 log.append(("wait", number))
             case (
-                events.Compute(_, num_bytes)
-                | events.Launch(num_bytes)
-                | events.Accumulate(num_bytes)
-                | events.Convert(num_bytes)
+                steps.Compute(_, num_bytes)
+                | steps.Launch(num_bytes)
+                | steps.Accumulate(num_bytes)
+                | steps.Convert(num_bytes)
             ):
                 most = max(most, now + num_bytes)
         most = max(most, now)
@@ -176,7 +177,7 @@ def both(part, loop, arguments, kernel, **options):
     tracker, exchange, calls = MemoryTracker(), Alone(), []
     codes = {"comm_dtype": part.comm_dtype, "gradient_comm_dtype": part.gradient_comm_dtype}
     spec = AttentionSpec(scale=SCORES.scale, kernel=kernel, **codes)
-    mine = ring.Ring(part.schedule, exchange, SCORES, spec, part.head_groups)
+    mine = Ring(part.schedule, exchange, SCORES, spec, part.head_groups)
     table = {
         name: (RecordedInPlace if one.adds_in_place else RecordedReturning)(one, tracker, calls)
         for name, one in (kernels.KERNELS | {"triton": Nothing()}).items()
@@ -253,10 +254,10 @@ def test_the_loop_sends_waits_and_holds_what_its_events_say(
     ranks = split[0].ranks
     assume(rank < ranks and not ranks % (int(route[-1]) if ":" in route else 1))
     assume(dtype == torch.float32 or kernel not in OF_CUDA)  # as their stand-ins compute
-    way, sums = Route.parse(route, ranks), ring.accumulation_dtype(dtype)
+    way, sums = Route.parse(route, ranks), accumulation_dtype(dtype)
     tokens, key_tokens = (one.tokens_of(rank) for one in split)
     shape = Shape(batch, heads, kv_heads, *sizes, dtype.itemsize)
-    part = events.Part(
+    part = steps.Part(
         make_schedule(split[0], mask, rank, split[1], way), shape, tokens, key_tokens, head_groups=head_groups,
         comm_dtype="exact" if way.passes_queries else comm_dtype, gradient_comm_dtype=gradient_comm_dtype,
     )  # fmt: skip
@@ -285,7 +286,7 @@ def test_what_a_plan_takes_a_kernel_for_is_what_the_loop_holds_with_it(layout, r
         (ring.backward, events.backward, (dout, q, k, v, out, lse), way.backward),
     ):
         tokens = split.tokens_per_rank
-        part = events.Part(make_schedule(split, rs.causal(), 3, None, there), shape, tokens, tokens, head_groups=groups)
+        part = steps.Part(make_schedule(split, rs.causal(), 3, None, there), shape, tokens, tokens, head_groups=groups)
         for name, kernel in (("cpu", Returning(part.group, pieces)), ("triton", None)):
             real, _ = both(part, loop, arguments, name)
             assert held(replace(part, kernel=kernel), walk) == real

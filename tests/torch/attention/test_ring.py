@@ -18,6 +18,7 @@ from ringspan.core.schedule.route import Route, member_heads
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.torch.attention import ring
 from ringspan.torch.attention.op import assemble
+from ringspan.torch.attention.part import sink_gradient
 from ringspan.torch.attention.spec import AttentionSpec
 from tests.core.strategies import masks
 from tests.fuzz import examples
@@ -179,7 +180,7 @@ class Problem:
         def backward(rank, exchange):
             q, k, v, dout = local(rank)
             gradients = passed(rank, exchange, q, k, True)(dout, q, k, v, *partials[rank])
-            return *gradients, None if self.sinks is None else ring.sink_gradient(dout, *partials[rank], self.sinks)
+            return *gradients, None if self.sinks is None else sink_gradient(dout, *partials[rank], self.sinks)
 
         gradients, sent_back = on_ranks(layout.ranks, backward)
         whole = [gathered([p[i] for p in partials], layout, empty) for i, empty in ((0, 0.0), (1, -np.inf))]

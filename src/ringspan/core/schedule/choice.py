@@ -11,7 +11,7 @@ from ringspan.core.geometry.mask import Mask
 from ringspan.core.messages.numbers import check_whole
 from ringspan.core.schedule.route import member_heads
 from ringspan.core.schedule.timing import Speeds, forward_pass, sent_bytes
-from ringspan.core.schedule.workspace import Shape
+from ringspan.core.schedule.workspace import Shape, fewest_groups
 
 WORTH_IT: Final = 0.97  # another route than the ring must save three percent: the model is no better than that
 MOST_HEAD_GROUPS: Final = 8
@@ -106,13 +106,12 @@ def head_groups(
         return 1
     worth = WORTH_A_CALL_ON_CPU if on_cpu else WORTH_A_CALL
     divisors = [n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0]
-    needed = next((n for n in divisors if blocks <= 2 * n), num_kv_heads)
     fitting = (
         n
         for n in reversed(divisors)
         if n <= MOST_HEAD_GROUPS and num_heads // n >= at_once and num_heads // n * tile_pairs >= worth
     )
-    return max(needed, next(fitting, 1))
+    return max(fewest_groups(num_kv_heads, blocks), next(fitting, 1))
 
 
 def check_segments(checkpoint: str, layers_per_checkpoint: int) -> None:

@@ -1,137 +1,58 @@
 """What one rank does in one pass over its schedule, as events in order: what it makes and frees, sends and waits for,
 computes and adds.
 
-The loop of ``ringspan.torch.attention.ring`` carries out exactly these: a test holds every message and every byte of
-the two together. Times (``core/schedule/timing.py``) and memory (``plan/cost/loop.py``) are read off the same events.
+The passes of ``ringspan.torch.attention`` carry out exactly these: a test holds every message and every byte of the
+two together. Times (``core/schedule/timing.py``) and memory (``plan/cost/loop.py``) are read off the same events.
 
 Inputs and results of a pass are there before and after it, so no event makes them. H query heads, G key/value heads,
 D head size, E value head size, n tokens.
 """
 
-from collections.abc import Generator, Iterator
-from dataclasses import dataclass, replace
-from typing import Final, NamedTuple, TypeVar
+from collections.abc import Iterable, Iterator
+from itertools import pairwise
+from typing import Final
 
-from ringspan.core.geometry.ranges import Ranges, minus, size, union
+from ringspan.core.geometry.ranges import Ranges, size
+from ringspan.core.schedule.gather import Gathered
 from ringspan.core.schedule.kernel_launches import KernelLaunch, within_ranges
-from ringspan.core.schedule.merging import is_full, segments
-from ringspan.core.schedule.schedule import Hop, Schedule, Send
-from ringspan.core.schedule.workspace import Kernel, Shape, Taken, merge_bytes, merge_many_bytes, sent_itemsize
+from ringspan.core.schedule.schedule import Hop, Send
+from ringspan.core.schedule.steps import (
+    MESSAGES_PER_HOP,
+    Accumulate,
+    Buffer,
+    Coming,
+    Compute,
+    Convert,
+    Deferred,
+    Event,
+    Message,
+    Part,
+    Post,
+    Steps,
+    Sum,
+    Transfer,
+    Wait,
+    drop,
+    held,
+    make,
+    pack,
+)
+from ringspan.core.schedule.workspace import sent_itemsize
 
-MESSAGES_PER_HOP: Final = 2  # keys and values before the computation, gradients after it
 _FLOAT32: Final = 4
 _BFLOAT16: Final = 2
 _SCALED: Final = frozenset({"float8", "int8"})  # a byte a number, and a factor for the keys and the values of each head
 
 
-@dataclass(frozen=True)
-class Part:
-    """One rank's part in a pass of one attention, as ``ringspan.torch.attention.ring.Ring`` has it.
-
-    Args:
-        schedule: what is computed and sent.
-        shape: of all heads; ``head_groups`` of them go through the loop one after the other.
-        tokens: of the rank's queries.
-        key_tokens: of its keys.
-        kernel: what a launch of one group of heads takes; nothing when None, as where it adds up in place.
-        comm_dtype: how keys and values are sent: exact, bfloat16, float8 or int8.
-        gradient_comm_dtype: how dk and dv are sent: exact (float32) or bfloat16.
-        kv_itemsize: bytes of a number of the dk and dv that backward returns; those of ``shape`` when None.
-    """
-
-    schedule: Schedule
-    shape: Shape
-    tokens: int = 0
-    key_tokens: int = 0
-    kernel: Kernel | None = None
-    comm_dtype: str = "exact"
-    gradient_comm_dtype: str = "exact"
-    head_groups: int = 1
-    kv_itemsize: int | None = None
-
-    @property
-    def group(self) -> Shape:
-        shape = self.shape
-        return replace(shape, heads=shape.heads // self.head_groups, kv_heads=shape.kv_heads // self.head_groups)
-
-
-class Buffer:
-    """Memory for some ranges of an owner's tokens, as long as it has a holder: a loop's variable, or a transfer.
-
-    ``is_sum``: not a message, but the float32 sums of this rank's own results.
-    """
-
-    __slots__ = "holders", "is_sum", "num_bytes", "ranges"
-
-    def __init__(self, num_bytes: int, ranges: Ranges = (), *, is_sum: bool = False) -> None:
-        self.num_bytes, self.ranges, self.is_sum, self.holders = num_bytes, ranges, is_sum, 1
-
-
-class Message(NamedTuple):
-    """Message to, or from, a peer."""
-
-    peer: int
-    buffer: Buffer
-
-
-class Make(NamedTuple):
-    buffer: Buffer
-
-
-class Free(NamedTuple):
-    buffer: Buffer
-
-
-class Post(NamedTuple):
-    """Start sending and receiving what belongs to one transfer; ``number`` is that of its messages."""
-
-    number: int
-    sends: tuple[Message, ...]
-    receives: tuple[Message, ...]
-
-
-class Wait(NamedTuple):
-    """Until all of a transfer has arrived and been sent."""
-
-    number: int
-
-
-class Compute(NamedTuple):
-    """The tiles of a hop; ``num_bytes`` is what its largest launch takes while it runs."""
-
-    hop: Hop
-    num_bytes: int
-
-
-class Launch(NamedTuple):
-    """A launch of a hop, which takes so many bytes while it runs."""
-
-    num_bytes: int
-
-
-class Accumulate(NamedTuple):
-    """Add what another rank has sent; merging takes so many bytes meanwhile."""
-
-    num_bytes: int
-
-
-class Convert(NamedTuple):
-    """Into the communication dtype or out of it, which takes so many bytes meanwhile."""
-
-    num_bytes: int
-
-
-Event = Make | Free | Post | Wait | Compute | Launch | Accumulate | Convert
-_T = TypeVar("_T")
-Steps = Generator[Event, None, _T]
-
-
 def forward(part: Part) -> Iterator[Event]:
     """Yield the events of a forward pass."""
+    if part.schedule.gathered is not None:
+        yield from _forward_of_gathered(part, part.schedule.gathered)
+        return
     last: list[Buffer] = []  # sums, and what arrived last: variables until the next group has its own
     for number in range(part.head_groups):
         last = yield from _Walk(part, number).forward(last)
-    yield from _drop(*last)
+    yield from drop(*last)
 
 
 def backward(part: Part) -> Iterator[Event]:
@@ -139,106 +60,15 @@ def backward(part: Part) -> Iterator[Event]:
 
     The gradients of a group of heads still reach their owner at the first hop of the next one.
     """
+    if part.schedule.gathered is not None:
+        yield from _backward_of_gathered(part, part.schedule.gathered)
+        return
     unfinished: list[_Walk] = []
     for number in range(part.head_groups):
         walk = _Walk(part, number)
         yield from walk.backward(unfinished)
         unfinished.append(walk)
     yield from unfinished.pop().finish()
-
-
-@dataclass
-class _Transfer:
-    number: int
-    sends: list[Buffer]
-    is_over: bool
-
-
-class _Coming(NamedTuple):
-    transfer: _Transfer
-    arrival: Buffer | None  # None where nothing comes
-
-
-class _Sum:
-    """Partials that add up in ``buffer`` (``torch.kernels.partials.Partial``): which rows have one already."""
-
-    def __init__(self, shape: Shape, buffer: Buffer) -> None:
-        self.buffer, self._shape = buffer, shape
-        self._rows: Ranges = ()
-
-    def merge(self, start: int, stop: int, *, is_short: bool, partials: int = 1) -> int:
-        """Return the bytes that merging some rows takes."""
-        rows, missing = stop - start, size(minus(((start, stop),), self._rows))
-        self._rows = union(self._rows, ((start, stop),))
-        if missing == rows:
-            return merge_many_bytes(self._shape, rows, partials)
-        if partials == 1:
-            return merge_bytes(self._shape, rows, converts=is_short)
-        return merge_many_bytes(self._shape, rows, partials + 1)
-
-    def running(self) -> Iterator[Event]:
-        """Have the sums, for a kernel that adds up in place."""
-        return iter(())
-
-    def run(self, launch: KernelLaunch, taken: Taken) -> Iterator[Event]:
-        """Run a launch, and add what it returns, if anything."""
-        yield Launch(taken.most)
-        merging = self.merge(launch.q0, launch.q1, is_short=taken.is_short)
-        if taken.partial:
-            yield Accumulate(taken.partial + merging)
-
-    def add(self, start: int, stop: int) -> Iterator[Event]:
-        """Add rows that another rank has sent."""
-        yield Accumulate(self.merge(start, stop, is_short=False))
-
-    def finish(self) -> Iterator[Event]:
-        """Write the result; it is there already."""
-        return iter(())
-
-
-class _Deferred(_Sum):
-    """Partials of a 16-bit result, which wait for each other (``torch.kernels.partials.Deferred``)."""
-
-    def __init__(self, shape: Shape, rows: int) -> None:
-        super().__init__(shape, Buffer(0, is_sum=True))
-        self._count = rows
-        self._waiting: list[tuple[int, int]] = []
-        self._held: list[Buffer] = []
-        self._is_folded = False
-
-    def run(self, launch: KernelLaunch, taken: Taken) -> Iterator[Event]:
-        if not taken.is_short:
-            yield from self.running()
-            yield from super().run(launch, taken)
-            return
-        yield Launch(taken.most)
-        self._held.append((yield from _make(taken.partial)))
-        self._waiting.append((launch.q0, launch.q1))
-        if is_full(self._waiting, self._count):
-            yield from self.running()
-
-    def add(self, start: int, stop: int) -> Iterator[Event]:
-        yield from self.running()
-        yield from super().add(start, stop)
-
-    def finish(self) -> Iterator[Event]:
-        for start, stop, partials in segments(tuple(self._waiting), self._count):
-            yield Accumulate(merge_many_bytes(self._shape, stop - start, len(partials) + self._is_folded))
-        yield from self._clear()
-
-    def running(self) -> Iterator[Event]:
-        if not self._is_folded:
-            row = self._shape.batch * self._shape.heads * self._shape.sum_itemsize
-            self.buffer = yield from _make(row * self._shape.value_dim * self._count, is_sum=True)
-            self._is_folded = True
-        for start, stop, partials in segments(tuple(self._waiting), self._count):
-            if partials:
-                yield Accumulate(self.merge(start, stop, is_short=True, partials=len(partials)))
-        yield from self._clear()
-
-    def _clear(self) -> Iterator[Event]:
-        yield from _drop(*self._held)
-        self._waiting, self._held = [], []
 
 
 class _Walk:
@@ -254,32 +84,31 @@ class _Walk:
         self.is_converted = self.is_scaled or (part.comm_dtype == "bfloat16" and shape.itemsize != _BFLOAT16)
         self.factors = 2 * _FLOAT32 * shape.batch * shape.kv_heads if self.is_scaled else 0
         self.sent_token = self.numbers * sent_itemsize(part.comm_dtype, shape.itemsize)
-        self.under_way: dict[int, _Coming] = {}  # blocks, by their hop
-        self.returning: list[_Coming] = []  # what other ranks made of this rank's own block
+        self.under_way: dict[int, Coming] = {}  # blocks, by their hop
+        self.returning: list[Coming] = []  # what other ranks made of this rank's own block
         self.sums = Buffer(0)  # of dk and dv
 
     def forward(self, last: list[Buffer]) -> Steps[list[Buffer]]:
         """Run forward; ``last`` are the former group's sums and last arrival; return those of this one."""
         shape, part = self.shape, self.part
         partial = shape.batch * shape.heads * shape.sum_itemsize * (shape.value_dim + 1)
-        in_results = shape.itemsize == shape.sum_itemsize
-        local = _Sum(shape, Buffer(0, is_sum=True)) if in_results else _Deferred(shape, part.tokens)
+        local = self.total()
         arrived = last[1:]
-        yield from _drop(*last[:1])
+        yield from drop(*last[:1])
         for hop in self.part.schedule.active:
             block = yield from self._arrive(hop)
             total, is_sent = local, part.schedule.passes_queries and hop.index > 0
             if is_sent:
-                total = _Sum(shape, (yield from _make(partial * size(hop.gradient_to_owner), hop.gradient_to_owner)))
+                total = Sum(shape, (yield from make(partial * size(hop.gradient_to_owner), hop.gradient_to_owner)))
             yield from self._compute(hop, block, total)
             if is_sent and (hop.gradient_to_owner or hop.from_visitor.ranges):
                 sends = [(hop.owner, total.buffer)]
                 coming = yield from self._post(MESSAGES_PER_HOP * hop.index + 1, sends, [(hop.from_visitor, partial)])
-                yield from _drop(*arrived)
-                arrived = _held(coming)
+                yield from drop(*arrived)
+                arrived = held(coming)
                 yield from self._collect(local)  # of the hop before: no more than two wait
                 self.returning += coming
-            yield from _drop(*([total.buffer] if is_sent else []), block)
+            yield from drop(*([total.buffer] if is_sent else []), block)
         yield from self._collect(local)
         yield from local.finish()
         return [local.buffer, *arrived]
@@ -291,47 +120,53 @@ class _Walk:
         sent_token = shape.kv_numbers * _BFLOAT16 if part.gradient_comm_dtype == "bfloat16" else token
         queries = 0 if shape.itemsize == shape.sum_itemsize else shape.query_numbers * shape.sum_itemsize
         keys = 0 if (part.kv_itemsize or shape.itemsize) == shape.sum_itemsize else token
-        of_queries = yield from _make(queries * part.tokens, is_sum=True)
-        self.sums = yield from _make(keys * part.key_tokens, is_sum=True)
-        behind: dict[int, _Coming] = {}  # by hop, the sum over the earlier ranks of its block
+        of_queries = yield from make(queries * part.tokens, is_sum=True)
+        self.sums = yield from make(keys * part.key_tokens, is_sum=True)
+        behind: dict[int, Coming] = {}  # by hop, the sum over the earlier ranks of its block
         arrived: list[Buffer] = []
         block = self.own
         for hop in self.part.schedule.active:
             before, block = block, (yield from self._arrive(hop))
-            yield from _drop(before)
+            yield from drop(before)
             total = self.own
             if hop.index:
-                total = yield from _make(token * size(hop.gradient), hop.gradient)
+                total = yield from make(token * size(hop.gradient), hop.gradient)
             yield Compute(hop, self._backward_bytes(hop, block, total))
             if hop.index in behind:
                 yield from self._add(behind.pop(hop.index))
             sends: list[tuple[int, Buffer]] = []
             for peer, ranges in (hop.gradient_on, Send(hop.owner, hop.gradient_to_owner)):
                 if ranges:
-                    packed = yield from _pack(total, ranges, token)
+                    packed = yield from pack(total, ranges, token)
                     sends.append((peer, packed))
                     if sent_token != token:
-                        sends[-1] = peer, (yield from _make(sent_token * size(ranges), ranges))
-                        yield from _drop(packed)
+                        sends[-1] = peer, (yield from make(sent_token * size(ranges), ranges))
+                        yield from drop(packed)
             next_in = self.hops[hop.gradient_next].gradient_in
             if sends or next_in.ranges or hop.from_visitor.ranges:
                 receives = [(next_in, sent_token), (hop.from_visitor, sent_token)]
                 coming, from_visitor = yield from self._post(MESSAGES_PER_HOP * hop.index + 1, sends, receives)
-                yield from _drop(*arrived)
-                arrived = _held([coming])
+                yield from drop(*arrived)
+                arrived = held([coming])
                 if hop.gradient_next:
                     behind[hop.gradient_next] = coming
                 if hop.from_visitor.ranges:
                     yield from self._collect()  # of the hops before: no more than two wait
                 self.returning.append(from_visitor)
-            yield from _drop(total, *(buffer for _, buffer in sends))
+            yield from drop(total, *(buffer for _, buffer in sends))
             if unfinished and hop.index == 0:
                 yield from unfinished.pop().finish()
-        yield from _drop(block, *arrived, of_queries)
+        yield from drop(block, *arrived, of_queries)
+
+    def total(self) -> Sum:
+        """Return the sum that becomes the results."""
+        if self.shape.itemsize == self.shape.sum_itemsize:
+            return Sum(self.shape, Buffer(0, is_sum=True))
+        return Deferred(self.shape, self.part.tokens)
 
     def finish(self) -> Iterator[Event]:
         yield from self._collect()
-        yield from _drop(self.sums)
+        yield from drop(self.sums)
 
     def _arrive(self, hop: Hop) -> Steps[Buffer]:
         """The block of a hop as it is computed with; those that follow are posted."""
@@ -357,15 +192,15 @@ class _Walk:
             own = [(straight.peer, (yield from self._pack(mine, straight.ranges)))] if straight.ranges else []
             sends, receives = [*sends, *own], [(arriving, self.sent_token)]
             (self.under_way[index],) = yield from self._post(MESSAGES_PER_HOP * index, sends, receives, self.factors)
-            yield from _drop(*(buffer for _, buffer in own))
-        yield from _drop(coded, mine, *packed.values())
+            yield from drop(*(buffer for _, buffer in own))
+        yield from drop(coded, mine, *packed.values())
         return block
 
     def _pack(self, whole: Buffer, ranges: Ranges) -> Steps[Buffer]:
-        return _pack(whole, ranges, self.sent_token, self.factors, can_hand_on=whole is not self.own)
+        return pack(whole, ranges, self.sent_token, self.factors, can_hand_on=whole is not self.own)
 
     def _encode(self) -> Steps[Buffer]:
-        coded = yield from _make(self.sent_token * size(self.own.ranges) + self.factors, self.own.ranges)
+        coded = yield from make(self.sent_token * size(self.own.ranges) + self.factors, self.own.ranges)
         if self.is_scaled:  # a float32 copy of keys or of values, their absolute values and the largest of these
             number, copies = max(self._parts(size(self.own.ranges))), 2 if self.shape.itemsize != _FLOAT32 else 1
             yield Convert(_FLOAT32 * (copies * number + self.shape.batch * self.shape.kv_heads) if number else 0)
@@ -381,7 +216,7 @@ class _Walk:
             keys, values = self._parts(number)
             copies = _FLOAT32 + (_FLOAT32 if itemsize == _FLOAT32 else max(_FLOAT32, itemsize))
             yield Convert(max(copies * keys, itemsize * keys + copies * values))
-        return (yield from _make(itemsize * self.numbers * number, coded.ranges))
+        return (yield from make(itemsize * self.numbers * number, coded.ranges))
 
     def _parts(self, tokens: int) -> tuple[int, int]:
         heads = tokens * self.shape.batch * self.shape.kv_heads
@@ -389,39 +224,39 @@ class _Walk:
 
     def _post(
         self, message: int, sends: list[tuple[int, Buffer]], receives: list[tuple[Send, int]], extra: int = 0
-    ) -> Steps[list[_Coming]]:
+    ) -> Steps[list[Coming]]:
         """Start a transfer; what holds nothing is no message. ``receives`` are tokens and the bytes of each."""
         arrivals: list[Buffer | None] = []
         for (_, ranges), token in receives:
-            arrivals.append((yield from _make(token * size(ranges) + extra, ranges)) if ranges else None)
+            arrivals.append((yield from make(token * size(ranges) + extra, ranges)) if ranges else None)
         sent = tuple(Message(peer, buffer) for peer, buffer in sends if buffer.ranges)
         received = tuple(Message(one.peer, x) for (one, _), x in zip(receives, arrivals, strict=True) if x)
-        transfer = _Transfer(self.first_message + message, [message.buffer for message in sent], not sent + received)
+        transfer = Transfer(self.first_message + message, [message.buffer for message in sent], not sent + received)
         for buffer in transfer.sends:
             buffer.holders += 1
         if sent or received:
             yield Post(transfer.number, sent, received)
-        return [_Coming(transfer, arrival) for arrival in arrivals]
+        return [Coming(transfer, arrival) for arrival in arrivals]
 
-    def _wait(self, coming: _Coming) -> Steps[Buffer | None]:
+    def _wait(self, coming: Coming) -> Steps[Buffer | None]:
         """Return what has arrived, if anything comes."""
         transfer = coming.transfer
         if not transfer.is_over:
             yield Wait(transfer.number)
-            yield from _drop(*transfer.sends)
+            yield from drop(*transfer.sends)
             transfer.is_over = True
         return coming.arrival
 
-    def _add(self, coming: _Coming, total: _Sum | None = None) -> Iterator[Event]:
+    def _add(self, coming: Coming, total: Sum | None = None) -> Iterator[Event]:
         """Wait for what another rank made of a block, and add it."""
         arrival = yield from self._wait(coming)
         if arrival is None:
             return
         for start, stop in arrival.ranges:
             yield from total.add(start, stop) if total else [Accumulate(0)]
-        yield from _drop(arrival)
+        yield from drop(arrival)
 
-    def _collect(self, total: _Sum | None = None) -> Iterator[Event]:
+    def _collect(self, total: Sum | None = None) -> Iterator[Event]:
         while self.returning:
             yield from self._add(self.returning.pop(0), total)
 
@@ -431,12 +266,16 @@ class _Walk:
         queries = self.part.schedule.passes_queries
         return within_ranges(self.part.kernel.launches, hop.bands, *packed, passes_queries=queries)
 
-    def _compute(self, hop: Hop, block: Buffer, total: _Sum) -> Iterator[Event]:
+    def _compute(self, hop: Hop, block: Buffer, total: Sum) -> Iterator[Event]:
         """Compute the launches of a hop, whose partials are merged, or wait."""
-        yield Compute(hop, 0)
-        if self.part.kernel is None and hop.bands:
+        return self.run(hop, self._launches(hop, block.ranges), total)
+
+    def run(self, work: Hop | Gathered, launches: Iterable[KernelLaunch], total: Sum) -> Iterator[Event]:
+        """Run launches forward."""
+        yield Compute(work, 0)
+        if self.part.kernel is None and work.bands:
             yield from total.running()
-        for launch in self._launches(hop, block.ranges):
+        for launch in launches:
             assert self.part.kernel is not None, "it has launches"
             yield from total.run(launch, self.part.kernel.forward_bytes(launch))
 
@@ -445,29 +284,90 @@ class _Walk:
         return max((kernel.backward_bytes(launch) for launch in launches), default=0) if kernel else 0
 
 
-def _make(num_bytes: int, ranges: Ranges = (), *, is_sum: bool = False) -> Steps[Buffer]:
-    buffer = Buffer(num_bytes, ranges, is_sum=is_sum)
-    if num_bytes:
-        yield Make(buffer)
-    return buffer
+def _forward_of_gathered(part: Part, plan: Gathered) -> Iterator[Event]:
+    for walk in _groups(part, plan):
+        keys = yield from walk.keys()
+        total = walk.total()
+        yield from walk.run(plan, walk.launches, total)
+        yield from drop(keys)
+        yield from total.finish()
+        yield from drop(total.buffer)
 
 
-def _drop(*buffers: Buffer) -> Iterator[Free]:
-    for buffer in buffers:
-        buffer.holders -= 1
-        if buffer.num_bytes and not buffer.holders:
-            yield Free(buffer)
+def _backward_of_gathered(part: Part, plan: Gathered) -> Iterator[Event]:
+    unfinished: list[_Gathering] = []
+    for walk in _groups(part, plan):
+        keys = yield from walk.keys()
+        yield from walk.differentiate(keys)
+        if unfinished:
+            yield from unfinished.pop().finish()
+        unfinished.append(walk)
+    yield from unfinished.pop().finish()
 
 
-def _held(coming: list[_Coming]) -> list[Buffer]:
-    arrivals = [each.arrival for each in coming if each.arrival]
-    for arrival in arrivals:
-        arrival.holders += 1
-    return arrivals
+def _groups(part: Part, plan: Gathered) -> list["_Gathering"]:
+    walks = [_Gathering(part, number, plan) for number in range(part.head_groups)]
+    for walk, following in pairwise(walks):
+        walk.following = following
+    return walks
 
 
-def _pack(whole: Buffer, ranges: Ranges, token: int, factors: int = 0, *, can_hand_on: bool = True) -> Steps[Buffer]:
-    if can_hand_on and ranges == whole.ranges:
-        whole.holders += 1
-        return whole
-    return (yield from _make(token * size(ranges) + factors, ranges))
+class _Gathering(_Walk):
+    """One group of heads of passes that fetch all keys at once (``torch.attention.gathered``)."""
+
+    following: "_Gathering | None" = None
+    coming: list[Coming] | None = None
+
+    def __init__(self, part: Part, number: int, plan: Gathered) -> None:
+        super().__init__(part, number)
+        self.first_message, self.plan = MESSAGES_PER_HOP * number, plan
+
+    @property
+    def launches(self) -> tuple[KernelLaunch, ...]:
+        return () if self.part.kernel is None else self.part.kernel.launches(self.plan.bands)
+
+    def fetch(self) -> Steps[list[Coming]]:
+        """Start to send this rank's keys, and to receive those of others."""
+        sends = [(send.peer, send.ranges) for _, send in self.hops[0].sends if send.ranges]
+        coded = (yield from self._encode()) if sends and self.is_converted else self.own
+        packed: dict[Ranges, Buffer] = {}
+        for _, ranges in sends:
+            if ranges not in packed:
+                packed[ranges] = yield from self._pack(coded, ranges)
+        receives = [(hop.arrives, self.sent_token) for hop in self.hops[1:]]
+        coming = yield from self._post(0, [(peer, packed[r]) for peer, r in sends], receives, self.factors)
+        yield from drop(coded, *packed.values())
+        return coming
+
+    def keys(self) -> Steps[Buffer]:
+        """Lay out the keys by position as they arrive, while those of the next group are under way."""
+        coming = self.coming if self.coming is not None else (yield from self.fetch())
+        if self.following is not None:
+            self.following.coming = yield from self.following.fetch()
+        keys = yield from make(self.shape.itemsize * self.numbers * self.plan.num_keys)
+        for each in coming:
+            if (arrival := (yield from self._wait(each))) is not None:
+                block = yield from self._decode(arrival)
+                yield from drop(block, arrival)
+        return keys
+
+    def differentiate(self, keys: Buffer) -> Iterator[Event]:
+        """Compute gradients, and start to send those of other ranks' keys to their owners."""
+        shape, part, kernel = self.shape, self.part, self.part.kernel
+        token = shape.kv_numbers * shape.sum_itemsize
+        sent_token = shape.kv_numbers * _BFLOAT16 if part.gradient_comm_dtype == "bfloat16" else token
+        queries = 0 if shape.itemsize == shape.sum_itemsize else shape.query_numbers * shape.sum_itemsize
+        own = 0 if (part.kv_itemsize or shape.itemsize) == shape.sum_itemsize else token
+        of_queries = yield from make(queries * part.tokens, is_sum=True)
+        total = yield from make(token * self.plan.num_keys)
+        most = max((kernel.backward_bytes(launch) for launch in self.launches), default=0) if kernel else 0
+        yield Compute(self.plan, most)
+        yield from drop(keys, of_queries)
+        self.sums = yield from make(own * part.key_tokens, is_sum=True)
+        sends: list[tuple[int, Buffer]] = []
+        for hop in self.hops[1:]:
+            if ranges := hop.gradient_to_owner:
+                sends.append((hop.owner, (yield from make(sent_token * size(ranges), ranges))))
+        receives = [(hop.from_visitor, sent_token) for hop in self.hops[1:]]
+        self.returning = yield from self._post(1, sends, receives)
+        yield from drop(total, *(buffer for _, buffer in sends))

@@ -33,4 +33,4 @@ def segments(waiting: Ranges, rows: int) -> tuple[Segment, ...]:
     for number, (start, stop) in enumerate(waiting):
         for place in range(bisect_left(ends, start), bisect_left(ends, stop)):
             covering[place].append(number)
-    return tuple(Segment(*ends[place : place + 2], tuple(numbers)) for place, numbers in enumerate(covering))
+    return tuple(Segment(ends[place], ends[place + 1], tuple(numbers)) for place, numbers in enumerate(covering))

@@ -21,8 +21,9 @@ from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.geometry.layout import Layout, Span
 from ringspan.core.geometry.mask import Mask
 from ringspan.core.geometry.meetings import bands_between
-from ringspan.core.geometry.ranges import Ranges, minus, size
+from ringspan.core.geometry.ranges import Ranges, minus, size, union
 from ringspan.core.geometry.tile import Tile
+from ringspan.core.schedule.gather import Gathered, gather
 from ringspan.core.schedule.paths import Paths, find_paths, part_of
 from ringspan.core.schedule.route import Route
 
@@ -80,6 +81,14 @@ class Schedule:
     hops: tuple[Hop, ...]
     tile_pairs: int  # of a mean tile of all ranks, about: every rank knows the same
     passes_queries: bool = False  # blocks are queries, else keys and values
+    gathered: Gathered | None = None  # on the route all-gather: the passes fetch all keys at once, without hops
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of a group of heads that are here at once: two gathers, all blocks, or one and the next."""
+        if self.gathered is not None:
+            return 2 * self.ranks
+        return self.ranks if all(hop.index in {0, *(n for n, _ in self.hops[0].sends)} for hop in self.hops) else 2
 
     @cached_property
     def active(self) -> tuple[Hop, ...]:
@@ -148,7 +157,11 @@ def make_schedule(
     regions = mask.table(layout.length, keys.length)
     found = bands_between(others.spans(rank), held, starts, regions, passes_queries=route.passes_queries)
     hops = tuple(_hop(paths, rank, *each) for each in zip(range(len(found)), owners, found, strict=True))
-    return Schedule(rank, layout.ranks, hops, paths.tile_pairs, route.passes_queries)
+    gathered = None
+    if route.name == "all-gather" and layout.ranks > 1:
+        own = union((band.k0, band.k1) for band in hops[0].bands)
+        gathered = gather(layout, keys, mask, rank, [(rank, own), *((hop.owner, hop.arrives.ranges) for hop in hops)])
+    return Schedule(rank, layout.ranks, hops, paths.tile_pairs, route.passes_queries, gathered)
 
 
 def _hop(paths: Paths, rank: int, index: int, owner: int, bands: tuple[Tile, ...]) -> Hop:

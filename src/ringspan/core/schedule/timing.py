@@ -13,11 +13,12 @@ import numpy as np
 
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import Mask
-from ringspan.core.schedule.events import Compute, Part, Post, Wait, backward, forward
+from ringspan.core.schedule.events import backward, forward
 from ringspan.core.schedule.paths import loads
 from ringspan.core.schedule.route import Route, member_heads
-from ringspan.core.schedule.schedule import make_schedule
-from ringspan.core.schedule.workspace import Shape
+from ringspan.core.schedule.schedule import Schedule, make_schedule
+from ringspan.core.schedule.steps import Compute, Part, Post, Wait
+from ringspan.core.schedule.workspace import Shape, fewest_groups
 
 FORWARD_PRODUCTS: Final = 2  # matrix products of attention: scores and weighted values
 BACKWARD_PRODUCTS: Final = 5  # scores again, and the gradients of weights, queries, keys and values
@@ -93,7 +94,7 @@ def passes(
     ranks = _slow_ranks(layout, keys, mask, between, shape, speeds, is_backward=is_backward)
     schedules = {rank: make_schedule(layout, mask, rank, keys, between) for rank in ranks}
     alone = {
-        rank: _walk(Part(schedule, shape, comm_dtype=comm_dtype), speeds, is_backward=is_backward)
+        rank: _walk(_part(schedule, shape, comm_dtype), speeds, is_backward=is_backward)
         for rank, schedule in schedules.items()
     }
     return tuple(
@@ -105,6 +106,12 @@ def passes(
         )
         for one in map(alone.__getitem__, ranks)
     )
+
+
+def _part(schedule: Schedule, shape: Shape, comm_dtype: str = "exact") -> Part:
+    """Return a rank's part: of gathers one follows the other, so that all but the first travel meanwhile."""
+    groups = fewest_groups(shape.kv_heads, schedule.blocks) if schedule.gathered else 1
+    return Part(schedule, shape, comm_dtype=comm_dtype, head_groups=groups)
 
 
 def _slow_ranks(
@@ -193,7 +200,7 @@ def _walk(part: Part, speeds: Speeds, *, is_backward: bool) -> Pass:
 
 
 def _stretches(part: Part, speeds: Speeds, links: "_Links", *, is_backward: bool) -> Iterator[Stretch]:
-    pair = pair_flops(part.shape, is_backward=is_backward) / speeds.flops
+    pair = pair_flops(part.group, is_backward=is_backward) / speeds.flops
     arrived: dict[int, float] = {}
     now = 0.0
     for event in (backward if is_backward else forward)(part):

@@ -52,6 +52,12 @@ class Shape:
         )
 
 
+def fewest_groups(num_kv_heads: int, blocks: int) -> int:
+    """Return the fewest groups of heads such that ``blocks`` blocks of one weigh no more than two of all heads."""
+    divisors = (n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0)
+    return next((n for n in divisors if blocks <= 2 * n), num_kv_heads)
+
+
 def sent_itemsize(comm_dtype: str, itemsize: int) -> int:
     """Bytes of a number of keys and values as they are sent, but for the few factors of a scaled block."""
     return {"exact": itemsize, "bfloat16": _BFLOAT16}.get(comm_dtype, 1)

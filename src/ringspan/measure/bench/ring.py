@@ -21,14 +21,14 @@ from ringspan.core.geometry.balanced import balanced
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import Mask
 from ringspan.core.names import BatchLayoutName, KernelName
-from ringspan.core.schedule.events import MESSAGES_PER_HOP
 from ringspan.core.schedule.schedule import Schedule, make_schedule
+from ringspan.core.schedule.steps import MESSAGES_PER_HOP
 from ringspan.measure.bench.machine import describe_machine
 from ringspan.torch import kernels
 from ringspan.torch.attention import ring
 from ringspan.torch.attention.arguments import check_tensors
 from ringspan.torch.attention.block import Block
-from ringspan.torch.attention.ring import Ring, num_head_groups
+from ringspan.torch.attention.part import Ring, num_head_groups
 from ringspan.torch.attention.spec import AttentionSpec
 from ringspan.torch.kernels.contract import BackwardInputs
 from ringspan.torch.kernels.score_mod import Scores

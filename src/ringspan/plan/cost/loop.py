@@ -8,10 +8,11 @@ from typing import Final
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import causal
 from ringspan.core.names import CommDtypeName, LayoutName
-from ringspan.core.schedule.events import Accumulate, Compute, Convert, Free, Make, Part, backward
+from ringspan.core.schedule.events import backward
 from ringspan.core.schedule.kernel_launches import pieces
 from ringspan.core.schedule.route import Route
 from ringspan.core.schedule.schedule import make_schedule
+from ringspan.core.schedule.steps import Accumulate, Compute, Convert, Free, Make, Part
 from ringspan.core.schedule.workspace import Returning, Shape
 
 _MOST_NODES: Final = 8  # beyond, what is held grows by the same with each node; of a single ring every rank is one

@@ -325,14 +325,14 @@ def attention_backward_bytes(shape: ModelShape, setting: Setting) -> tuple[int, 
 
 
 def _head_groups(setting: Setting, mine: Heads, way: Route, ranks: int) -> int:
-    """Return ``ringspan.torch.attention.ring.num_head_groups``."""
+    """Return ``ringspan.torch.attention.part.num_head_groups``."""
     return head_groups(
         setting.batch * _count(mine.queries),
         _count(mine.keys),
         ranks,
         tile_pairs(setting.layout, setting.length // ranks),
         on_cpu=not setting.on_gpu,
-        blocks=ranks if way.name == "all-gather" else 2,
+        blocks=2 if way.name != "all-gather" else ranks if setting.layout == "striped" else 2 * ranks,
     )
 
 

@@ -26,7 +26,8 @@ from ringspan.core.names import KernelName
 from ringspan.core.schedule.choice import cheaper_route
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.core.schedule.workspace import Shape
-from ringspan.torch.attention.ring import Ring, accumulation_dtype, forward, num_head_groups
+from ringspan.torch.attention.part import Ring, accumulation_dtype, num_head_groups
+from ringspan.torch.attention.ring import forward
 from ringspan.torch.attention.spec import AttentionSpec
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.transport.agreement import agree, one_at_a_time

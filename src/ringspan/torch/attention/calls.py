@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ringspan.core.geometry.ranges import Ranges, stored
+from ringspan.core.schedule.gather import Gathered
 from ringspan.core.schedule.kernel_launches import KernelLaunch, within_ranges
 from ringspan.core.schedule.schedule import Hop, Schedule
 from ringspan.torch import kernels
@@ -32,15 +33,26 @@ _known: Final[WeakKeyDictionary[Schedule, dict[Hashable, tuple[Calls, ...]]]] = 
 
 
 def calls_of(schedule: Schedule, serving: tuple[str, ...], q: Tensor, *, is_backward: bool) -> tuple[Calls, ...]:
-    """Return the calls of each hop for queries like ``q``, by one of the serving kernels."""
+    """Return the calls of each hop, or of the gathered keys, for queries like ``q``, by one of the serving kernels."""
     # All that ``choose`` reads but the tiles.
     able = tuple(kernels.KERNELS[name] for name in serving)
     sizes = q.shape[0], q.shape[1], q.shape[3]
     key = able, rules_of(q.device), q.device, q.dtype, sizes, is_backward, torch.are_deterministic_algorithms_enabled()
     known = _known.setdefault(schedule, {})
-    if key not in known:
+    if key not in known and schedule.gathered is not None:
+        known[key] = (_gathered_calls(schedule.gathered, serving, q, is_backward=is_backward),)
+    elif key not in known:
         known[key] = tuple(_calls(schedule, hop, serving, q, is_backward=is_backward) for hop in schedule.hops)
     return known[key]
+
+
+def _gathered_calls(gathered: Gathered, serving: tuple[str, ...], q: Tensor, *, is_backward: bool) -> Calls:
+    kernel = kernels.choose(serving, gathered.bands, q, is_backward=is_backward)
+    return kernel, tuple(
+        Call(one, rows, keys, keys if is_backward else rows)
+        for one in kernel.launches(gathered.bands)
+        for rows, keys in [(slice(one.q0, one.q1), slice(one.k0, one.k1))]
+    )
 
 
 def _calls(schedule: Schedule, hop: Hop, serving: tuple[str, ...], q: Tensor, *, is_backward: bool) -> Calls:

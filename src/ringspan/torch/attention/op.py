@@ -23,16 +23,9 @@ from ringspan.core.schedule.schedule import Schedule, make_schedule
 from ringspan.torch import kernels
 from ringspan.torch.attention.arguments import check_differentiation
 from ringspan.torch.attention.handler import handled
+from ringspan.torch.attention.part import Ring, accumulation_dtype, empty_like, num_head_groups, sink_gradient
 from ringspan.torch.attention.request import Request, checked
-from ringspan.torch.attention.ring import (
-    Ring,
-    accumulation_dtype,
-    backward,
-    empty_like,
-    forward,
-    num_head_groups,
-    sink_gradient,
-)
+from ringspan.torch.attention.ring import backward, forward
 from ringspan.torch.attention.spec import AttentionSpec
 from ringspan.torch.attention.ulysses import Ulysses
 from ringspan.torch.kernels.device import rules_of
@@ -277,7 +270,7 @@ def assemble(
         exchange,
         Scores(spec.scale, spec.softcap, slopes),
         spec,
-        num_head_groups(q, k, schedule, layout.ranks if route.name == "all-gather" else 2),
+        num_head_groups(q, k, schedule, schedule.blocks),
         positions,
     )
     return ring, ulysses

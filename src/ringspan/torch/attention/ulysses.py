@@ -14,7 +14,7 @@ from torch import Tensor
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.schedule.route import Heads
 from ringspan.torch.attention import ring as rings
-from ringspan.torch.attention.ring import Ring
+from ringspan.torch.attention.part import Ring, accumulation_dtype, empty_like
 from ringspan.torch.transport.exchange import TensorSpec
 from ringspan.torch.transport.protocol import Transport
 
@@ -53,7 +53,7 @@ class Ulysses:
         q_, k_, v_ = self._to_heads(self._queries(q), self._keys(k), self._keys(v))
         out, lse = rings.forward(ring, q_, k_, v_, None if sinks is None else sinks[self.mine.queries])
         # out and lse are traded together: one round of messages, not two.
-        back = self._queries(rings.empty_like(q, v.shape[-1])), self._queries(lse.new_empty((*q.shape[:-1], 1)))
+        back = self._queries(empty_like(q, v.shape[-1])), self._queries(lse.new_empty((*q.shape[:-1], 1)))
         self._to_tokens((out, lse.unsqueeze(-1)), back)
         return back[0].tensor, back[1].tensor.squeeze(-1)
 
@@ -64,12 +64,10 @@ class Ulysses:
         queries = [self._queries(x) for x in (dout, q, out, lse.unsqueeze(-1))]
         dout_, q_, out_, lse_, k_, v_ = self._to_heads(*queries, self._keys(k), self._keys(v))
         is_shared = len({share.keys.start for share in self.shares}) < len(self.shares)
-        kv_dtype = (
-            rings.accumulation_dtype(k.dtype) if is_shared else None
-        )  # several members' parts are still to be summed
+        kv_dtype = accumulation_dtype(k.dtype) if is_shared else None  # several members' parts are still to be summed
         gradients = rings.backward(ring, dout_, q_, k_, v_, out_, lse_.squeeze(-1), kv_dtype=kv_dtype)
         del dout_, q_, out_, lse_, k_, v_  # before as much is sent back
-        back = self._queries(rings.empty_like(q)), self._keys(rings.empty_like(k)), self._keys(rings.empty_like(v))
+        back = self._queries(empty_like(q)), self._keys(empty_like(k)), self._keys(empty_like(v))
         self._to_tokens(gradients, back)
         dq, dk, dv = (trade.tensor for trade in back)
         return dq, dk, dv

@@ -15,7 +15,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from ringspan.torch.attention.ring import accumulation_dtype
+from ringspan.torch.attention.part import accumulation_dtype
 from ringspan.torch.layers.modules import mix_in
 
 # Numbers that exist at once in the wider dtype: gradients, as many partial sums inside of CUDA's kernel, and sums.

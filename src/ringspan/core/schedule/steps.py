@@ -1,0 +1,238 @@
+"""Events of a pass, and the buffers and sums that they are about. H query heads, G key/value heads, n tokens."""
+
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, replace
+from typing import NamedTuple, TypeVar
+
+from ringspan.core.geometry.ranges import Ranges, minus, size, union
+from ringspan.core.schedule.gather import Gathered
+from ringspan.core.schedule.kernel_launches import KernelLaunch
+from ringspan.core.schedule.merging import is_full, segments
+from ringspan.core.schedule.schedule import Hop, Schedule
+from ringspan.core.schedule.workspace import Kernel, Shape, Taken, merge_bytes, merge_many_bytes
+
+MESSAGES_PER_HOP = 2  # keys and values before the computation, gradients after it
+
+
+@dataclass(frozen=True)
+class Part:
+    """One rank's part in a pass of one attention, as ``ringspan.torch.attention.part.Ring`` has it.
+
+    Args:
+        schedule: what is computed and sent.
+        shape: of all heads; ``head_groups`` of them go through the loop one after the other.
+        tokens: of the rank's queries.
+        key_tokens: of its keys.
+        kernel: what a launch of one group of heads takes; nothing when None, as where it adds up in place.
+        comm_dtype: how keys and values are sent: exact, bfloat16, float8 or int8.
+        gradient_comm_dtype: how dk and dv are sent: exact (float32) or bfloat16.
+        kv_itemsize: bytes of a number of the dk and dv that backward returns; those of ``shape`` when None.
+    """
+
+    schedule: Schedule
+    shape: Shape
+    tokens: int = 0
+    key_tokens: int = 0
+    kernel: Kernel | None = None
+    comm_dtype: str = "exact"
+    gradient_comm_dtype: str = "exact"
+    head_groups: int = 1
+    kv_itemsize: int | None = None
+
+    @property
+    def group(self) -> Shape:
+        shape = self.shape
+        return replace(shape, heads=shape.heads // self.head_groups, kv_heads=shape.kv_heads // self.head_groups)
+
+
+class Buffer:
+    """Memory for some ranges of an owner's tokens, as long as it has a holder: a loop's variable, or a transfer.
+
+    ``is_sum``: not a message, but the float32 sums of this rank's own results.
+    """
+
+    __slots__ = "holders", "is_sum", "num_bytes", "ranges"
+
+    def __init__(self, num_bytes: int, ranges: Ranges = (), *, is_sum: bool = False) -> None:
+        self.num_bytes, self.ranges, self.is_sum, self.holders = num_bytes, ranges, is_sum, 1
+
+
+class Message(NamedTuple):
+    """Message to, or from, a peer."""
+
+    peer: int
+    buffer: Buffer
+
+
+class Make(NamedTuple):
+    buffer: Buffer
+
+
+class Free(NamedTuple):
+    buffer: Buffer
+
+
+class Post(NamedTuple):
+    """Start sending and receiving what belongs to one transfer; ``number`` is that of its messages."""
+
+    number: int
+    sends: tuple[Message, ...]
+    receives: tuple[Message, ...]
+
+
+class Wait(NamedTuple):
+    """Until all of a transfer has arrived and been sent."""
+
+    number: int
+
+
+class Compute(NamedTuple):
+    """The tiles of a hop, or of gathered keys; ``num_bytes`` is what the largest launch takes while it runs."""
+
+    hop: Hop | Gathered
+    num_bytes: int
+
+
+class Launch(NamedTuple):
+    """A launch of a hop, which takes so many bytes while it runs."""
+
+    num_bytes: int
+
+
+class Accumulate(NamedTuple):
+    """Add what another rank has sent; merging takes so many bytes meanwhile."""
+
+    num_bytes: int
+
+
+class Convert(NamedTuple):
+    """Into the communication dtype or out of it, which takes so many bytes meanwhile."""
+
+    num_bytes: int
+
+
+Event = Make | Free | Post | Wait | Compute | Launch | Accumulate | Convert
+T = TypeVar("T")
+Steps = Generator[Event, None, T]
+
+
+@dataclass
+class Transfer:
+    number: int
+    sends: list[Buffer]
+    is_over: bool
+
+
+class Coming(NamedTuple):
+    transfer: Transfer
+    arrival: Buffer | None  # None where nothing comes
+
+
+class Sum:
+    """Partials that add up in ``buffer`` (``torch.kernels.partials.Partial``): which rows have one already."""
+
+    def __init__(self, shape: Shape, buffer: Buffer) -> None:
+        self.buffer, self._shape = buffer, shape
+        self._rows: Ranges = ()
+
+    def merge(self, start: int, stop: int, *, is_short: bool, partials: int = 1) -> int:
+        """Return the bytes that merging some rows takes."""
+        rows, missing = stop - start, size(minus(((start, stop),), self._rows))
+        self._rows = union(self._rows, ((start, stop),))
+        if missing == rows:
+            return merge_many_bytes(self._shape, rows, partials)
+        if partials == 1:
+            return merge_bytes(self._shape, rows, converts=is_short)
+        return merge_many_bytes(self._shape, rows, partials + 1)
+
+    def running(self) -> Iterator[Event]:
+        """Have the sums, for a kernel that adds up in place."""
+        return iter(())
+
+    def run(self, launch: KernelLaunch, taken: Taken) -> Iterator[Event]:
+        """Run a launch, and add what it returns, if anything."""
+        yield Launch(taken.most)
+        merging = self.merge(launch.q0, launch.q1, is_short=taken.is_short)
+        if taken.partial:
+            yield Accumulate(taken.partial + merging)
+
+    def add(self, start: int, stop: int) -> Iterator[Event]:
+        """Add rows that another rank has sent."""
+        yield Accumulate(self.merge(start, stop, is_short=False))
+
+    def finish(self) -> Iterator[Event]:
+        """Write the result; it is there already."""
+        return iter(())
+
+
+class Deferred(Sum):
+    """Partials of a 16-bit result, which wait for each other (``torch.kernels.partials.Deferred``)."""
+
+    def __init__(self, shape: Shape, rows: int) -> None:
+        super().__init__(shape, Buffer(0, is_sum=True))
+        self._count = rows
+        self._waiting: list[tuple[int, int]] = []
+        self._held: list[Buffer] = []
+        self._is_folded = False
+
+    def run(self, launch: KernelLaunch, taken: Taken) -> Iterator[Event]:
+        if not taken.is_short:
+            yield from self.running()
+            yield from super().run(launch, taken)
+            return
+        yield Launch(taken.most)
+        self._held.append((yield from make(taken.partial)))
+        self._waiting.append((launch.q0, launch.q1))
+        if is_full(self._waiting, self._count):
+            yield from self.running()
+
+    def add(self, start: int, stop: int) -> Iterator[Event]:
+        yield from self.running()
+        yield from super().add(start, stop)
+
+    def finish(self) -> Iterator[Event]:
+        for start, stop, partials in segments(tuple(self._waiting), self._count):
+            yield Accumulate(merge_many_bytes(self._shape, stop - start, len(partials) + self._is_folded))
+        yield from self._clear()
+
+    def running(self) -> Iterator[Event]:
+        if not self._is_folded:
+            row = self._shape.batch * self._shape.heads * self._shape.sum_itemsize
+            self.buffer = yield from make(row * self._shape.value_dim * self._count, is_sum=True)
+            self._is_folded = True
+        for start, stop, partials in segments(tuple(self._waiting), self._count):
+            if partials:
+                yield Accumulate(self.merge(start, stop, is_short=True, partials=len(partials)))
+        yield from self._clear()
+
+    def _clear(self) -> Iterator[Event]:
+        yield from drop(*self._held)
+        self._waiting, self._held = [], []
+
+
+def make(num_bytes: int, ranges: Ranges = (), *, is_sum: bool = False) -> Steps[Buffer]:
+    buffer = Buffer(num_bytes, ranges, is_sum=is_sum)
+    if num_bytes:
+        yield Make(buffer)
+    return buffer
+
+
+def drop(*buffers: Buffer) -> Iterator[Free]:
+    for buffer in buffers:
+        buffer.holders -= 1
+        if buffer.num_bytes and not buffer.holders:
+            yield Free(buffer)
+
+
+def held(coming: list[Coming]) -> list[Buffer]:
+    arrivals = [each.arrival for each in coming if each.arrival]
+    for arrival in arrivals:
+        arrival.holders += 1
+    return arrivals
+
+
+def pack(whole: Buffer, ranges: Ranges, token: int, factors: int = 0, *, can_hand_on: bool = True) -> Steps[Buffer]:
+    if can_hand_on and ranges == whole.ranges:
+        whole.holders += 1
+        return whole
+    return (yield from make(token * size(ranges) + factors, ranges))

@@ -1,0 +1,194 @@
+"""What the passes of an attention share: one rank's part, its messages, and its launches.
+
+B batch, H query heads, G key/value heads, T local tokens, D head size, E value head size.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ringspan.core.schedule.choice import head_groups
+from ringspan.core.schedule.kernel_launches import KernelLaunch
+from ringspan.core.schedule.schedule import Schedule
+from ringspan.torch.attention.block import Block, GradientBlock, PackedSpec, PartialBlock, RunningSum
+from ringspan.torch.attention.calls import Calls
+from ringspan.torch.attention.spec import AttentionSpec
+from ringspan.torch.kernels.contract import BackwardInputs
+from ringspan.torch.kernels.device import rules_of
+from ringspan.torch.kernels.memory import is_in_rows
+from ringspan.torch.kernels.score_mod import Scores
+from ringspan.torch.transport.exchange import PendingReceive, Transfer
+from ringspan.torch.transport.protocol import Transport
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which partials and gradients add up: float32, or float64 for float64 inputs."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def empty_like(x: Tensor, size: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
+    """Allocate a result like ``x``: always in rows, which in-place kernels need, and in x's dimension order if
+    possible.
+    """
+    size = x.shape[-1] if size is None else size
+    if size == x.shape[-1] and is_in_rows(x):
+        return torch.empty_like(x, dtype=dtype)
+    return x.new_empty((*x.shape[:-1], size), dtype=dtype)
+
+
+@dataclass(frozen=True)
+class Ring:
+    """One rank's part in an attention: schedule, communication, scores and number of heads at a time.
+
+    ``positions`` are each rank's query and key positions, where ``scores`` needs them; ``spec`` is of the whole
+    attention.
+    """
+
+    schedule: Schedule
+    exchange: Transport
+    scores: Scores
+    spec: AttentionSpec
+    head_groups: int = 1
+    positions: tuple[Callable[[int], Tensor], Callable[[int], Tensor]] | None = None
+
+    def heads(self, q: Tensor, k: Tensor) -> Iterator[tuple[int, slice, slice]]:
+        """Return the number, query heads and key/value heads of the groups; sharing queries stay with their key/value
+        head.
+        """
+        for number in range(self.head_groups):
+            heads, kv_heads = (
+                slice(x.shape[1] * number // self.head_groups, x.shape[1] * (number + 1) // self.head_groups)
+                for x in (q, k)
+            )
+            yield number, heads, kv_heads
+
+    def scores_of(self, launch: KernelLaunch, owner: int, heads: slice) -> Scores:
+        """Return the scores of a launch."""
+        if self.positions is None:
+            return self.scores
+        queries, keys = self.positions
+        here, gathered = self.schedule.rank, self.schedule.gathered
+        of_queries, of_keys = (owner, here) if self.schedule.passes_queries else (here, owner)
+        of_key = keys(of_keys)
+        if gathered is not None:
+            of_key = torch.cat([of_key[:0], *(keys(owner)[start:stop] for owner, start, stop, _ in gathered.pieces)])
+        return replace(
+            self.scores.heads(heads),
+            query_positions=queries(of_queries)[launch.q0 : launch.q1],
+            key_positions=of_key[launch.k0 : launch.k1],
+        )
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.bfloat16 if self.spec.gradient_comm_dtype == "bfloat16" else accumulation_dtype(dtype)
+
+
+def num_head_groups(q: Tensor, k: Tensor, schedule: Schedule, blocks: int = 2) -> int:
+    """Return the number of head groups to process in turn (``core.choice.head_groups``)."""
+    on_cpu = rules_of(q.device).cuts_for_cores
+    return head_groups(
+        q.shape[0] * q.shape[1],
+        k.shape[1],
+        schedule.ranks,
+        schedule.tile_pairs,
+        on_cpu=on_cpu,
+        blocks=blocks,
+        at_once=torch.get_num_threads() if on_cpu else 1,
+    )
+
+
+class Coming(NamedTuple):
+    """A transfer, and the block that it brings to this rank, if any."""
+
+    spec: PackedSpec
+    transfer: Transfer
+    receive: PendingReceive | None
+
+    def wait(self) -> Block | None:
+        """Wait for the whole transfer and return the block."""
+        self.transfer.wait()
+        return None if self.receive is None else self.spec.on(self.receive.read())
+
+
+def post(
+    ring: Ring, sends: Sequence[tuple[int, Block]], receives: Sequence[tuple[int, PackedSpec]], message: int
+) -> list[Coming]:
+    """Start sending packed blocks and receiving others; empty blocks are no messages."""
+    transfer, pending = ring.exchange.post(
+        [(peer, block.buffer) for peer, block in sends if block.buffer is not None],
+        [(peer, spec.buffer_spec) for peer, spec in receives if spec.ranges],
+        message,
+    )
+    arrived = iter(pending)
+    return [Coming(spec, transfer, next(arrived) if spec.ranges else None) for _, spec in receives]
+
+
+def run_forward(
+    ring: Ring,
+    calls: Calls,
+    owner: int,
+    heads: slice,
+    queries: Tensor,
+    keys: tuple[Tensor, Tensor],
+    total: PartialBlock,
+) -> None:
+    """Add the partials of some launches to a total."""
+    kernel, launches = calls
+    for launch, rows, columns, sums in launches:
+        here, there = queries[:, :, rows], (keys[0][:, :, columns], keys[1][:, :, columns])
+        scores = ring.scores_of(launch, owner, heads)
+        if kernel.adds_in_place is True:
+            kernel.forward_into(here, *there, launch, scores, *total.running(sums))
+        else:
+            total.add(sums, *kernel.forward(here, *there, launch, scores))
+        del here, there
+
+
+def run_backward(
+    ring: Ring,
+    calls: Calls,
+    owner: int,
+    heads: slice,
+    queries: tuple[Tensor, Tensor, Tensor, Tensor],
+    keys: tuple[Tensor, Tensor],
+    dq: RunningSum,
+    total: GradientBlock,
+) -> None:
+    """Add the gradients of some launches to dq and to a total of dk and dv; ``queries`` are dout, q, out and lse."""
+    kernel, launches = calls
+    dout, q, out, lse = queries
+    for launch, rows, columns, sums in launches:
+        there = keys[0][:, :, columns], keys[1][:, :, columns]
+        ours = BackwardInputs(dout[:, :, rows], q[:, :, rows], *there, out[:, :, rows], lse[:, :, rows])
+        scores = ring.scores_of(launch, owner, heads)
+        if kernel.adds_in_place is True:
+            running = dq.running(rows), *total.running(sums)
+            kernel.backward_into(ours, launch, scores, *running)
+            del ours, there, running
+            continue
+        new_dq, new_dk, new_dv = kernel.backward(ours, launch, scores)
+        dq.add(rows, new_dq)
+        total.add(sums, new_dk, new_dv)
+        del ours, there, new_dq, new_dk, new_dv  # before the next ones are made
+
+
+def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Return the local ``-sum(exp(sink - lse) sum(dout * out))``, of shape (H,)."""
+    delta = (dout.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    delta = delta.masked_fill_((out == 0).all(-1), 0)  # rows without keys: padding, whose dout may be anything
+    base = lse.masked_fill(lse == -torch.inf, 0)  # a row without keys whose sink is -inf has no share to give
+    return -((sinks.to(lse.dtype)[:, None] - base).exp_() * delta).sum((0, 2)).to(sinks.dtype)
+
+
+def collect(coming: list[Coming], total: GradientBlock | PartialBlock) -> None:
+    """Wait for gradients or partials from other ranks and add them."""
+    while coming:
+        if (block := coming.pop(0).wait()) is not None:
+            total.add_block(block)
+
+
+def store(total: Tensor, gradient: Tensor) -> None:
+    if total is not gradient:
+        gradient.copy_(total)
