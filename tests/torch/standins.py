@@ -245,17 +245,28 @@ def _flash3_backward(dout, q, k, v, out, lse, dq, dk, dv, queries, keys, *rest):
         into.copy_(one)
 
 
-def _flash4_forward(q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, softmax_scale=None, causal=False, return_lse=False):
+def _flash4_window(causal, left, right):
+    """``_resolve_causal_local_window`` of flash-attn-4: None for no bound, and bounds may be negative."""
+    assert left is None or left >= 0
+    return {"causal": causal, "left": left, "right": 0 if causal else right}
+
+
+def _flash4_forward(
+    q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, softmax_scale=None,
+    causal=False, window_size_left=None, window_size_right=None, return_lse=False,
+):  # fmt: skip
     _CALLS.append("flash4" if cu_seqlens_q is None else "flash4 varlen")
-    return flash_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, scale=softmax_scale, causal=causal)
+    window = _flash4_window(causal, window_size_left, window_size_right)
+    out, lse = flash_forward(q, k, v, cu_seqlens_q, cu_seqlens_k, scale=softmax_scale, **window)
+    return out, lse, None, None, None
 
 
 def _flash4_backward(
-    q, k, v, out, dout, lse, softmax_scale=None, causal=False, cu_seqlens_q=None, cu_seqlens_k=None,
-    deterministic=False,
+    q, k, v, out, dout, lse, softmax_scale=None, causal=False, window_size_left=None, window_size_right=None,
+    cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None, deterministic=False,
 ):  # fmt: skip
     inputs = dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k
-    return flash_backward(*inputs, scale=softmax_scale, causal=causal)
+    return flash_backward(*inputs, scale=softmax_scale, **_flash4_window(causal, window_size_left, window_size_right))
 
 
 @contextmanager

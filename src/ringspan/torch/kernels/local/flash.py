@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from ringspan.core.geometry.tile import Tile
-from ringspan.core.schedule.kernel_launches import KernelLaunch, KernelLaunches, Window, chains, squares, windows
-from ringspan.torch.kernels import device, mirror
+from ringspan.core.schedule.kernel_launches import KernelLaunch, KernelLaunches, Window, windows
+from ringspan.torch.kernels import device
 from ringspan.torch.kernels.contract import BackwardInputs
 from ringspan.torch.kernels.heads import one_size, too_large
 from ringspan.torch.kernels.memory import FOR_TENSOR_CORES
@@ -44,7 +44,6 @@ class Calls(Protocol):
         """Return the minimum compute capability."""
         ...
 
-    takes_windows: bool
     takes_softcap: bool
 
     @property
@@ -84,16 +83,9 @@ class Flash:
         return scores.lifts_masked
 
     def launches(self, tiles: tuple[Tile, ...]) -> KernelLaunches:
-        if self._calls.takes_windows:
-            return windows(tiles)
-        found = squares(tiles)
-        # These kernels mask a causal triangle alone: other bands come as squares, anticausal ones by their mirror.
-        plain = (one.tile.shifted(one.q0, one.k0) for one in found if not one.tile.is_anticausal)
-        return (*chains(tuple(plain)), *(one for one in found if one.tile.is_anticausal))
+        return windows(tiles)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores) -> tuple[Tensor, Tensor]:
-        if self._is_mirrored(launch):
-            return mirror.forward(self, q, k, v, launch, scores)
         value_size = v.shape[-1]
         q, k, v = (x.transpose(1, 2) for x in one_size(q, k, v, multiple=_HEAD_MULTIPLE))
         window = Window.of(launch.tiles[0])
@@ -108,8 +100,6 @@ class Flash:
         return out.unflatten(0, q.shape[:2])[..., :value_size].transpose(1, 2), lse
 
     def backward(self, given: BackwardInputs, launch: KernelLaunch, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
-        if self._is_mirrored(launch):
-            return mirror.backward(self, given, launch, scores)
         dout, q, k, v, out, lse = given
         size, value_size = q.shape[-1], v.shape[-1]
         tensors = [x.transpose(1, 2) for x in one_size(dout, q, k, v, out, multiple=_HEAD_MULTIPLE)]
@@ -123,9 +113,6 @@ class Flash:
             gradients = tuple(x.unflatten(0, (batch, -1)) for x in gradients)
         dq, dk, dv = (x.transpose(1, 2) for x in gradients)
         return dq[..., :size], dk[..., :size], dv[..., :value_size]
-
-    def _is_mirrored(self, launch: KernelLaunch) -> bool:
-        return not self._calls.takes_windows and launch.tiles[0].is_anticausal
 
 
 @lru_cache(maxsize=256)
@@ -149,7 +136,7 @@ class TorchFlash:
     """``aten::_flash_attention_forward`` and its backward: FlashAttention 2 as PyTorch builds it, since 2.11."""
 
     capability = (8, 0)
-    takes_windows, takes_softcap = True, False
+    takes_softcap = False
 
     package = None
 
@@ -178,7 +165,7 @@ class Flash2:
     """The package flash-attn, from 2.7 on."""
 
     capability = (8, 0)
-    takes_windows, takes_softcap = True, True
+    takes_softcap = True
 
     package = "flash_attn.flash_attn_interface", "flash-attn (pip install flash-attn)"
 
@@ -211,7 +198,7 @@ class Flash3:
     """The package flash_attn_3 (Hopper), by the operators that it registers with torch."""
 
     capability = (9, 0)
-    takes_windows, takes_softcap = True, True
+    takes_softcap = True
 
     package = "flash_attn_interface", "flash_attn_3 (from the folder hopper of flash-attention's sources)"
 
@@ -246,12 +233,12 @@ class Flash3:
 
 
 class Flash4:
-    """The package flash-attn-4, flash_attn.cute (Hopper and Blackwell); backward knows causal windows, else squares."""
+    """The package flash-attn-4, flash_attn.cute (Hopper and Blackwell), as of 4.0.0b36."""
 
     capability = (9, 0)
-    takes_windows, takes_softcap = False, False
+    takes_softcap = False
 
-    package = "flash_attn.cute.interface", "flash-attn-4 (pip install flash-attn-4)"
+    package = "flash_attn.cute.interface", "flash-attn-4 (pip install 'flash-attn-4[cu13]', or ringspan's extra flash)"
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, cuts: Cuts | None, window: Window, scores: Scores
@@ -266,7 +253,8 @@ class Flash4:
         dout, q, k, v, out, lse = given
         package = import_module("flash_attn.cute.interface")
         options = _flash4_options(cuts, window, scores) | {"deterministic": _is_deterministic()}
-        return package._flash_attn_bwd(q, k, v, out, dout, lse, **options)
+        dq, dk, dv, *_ = package._flash_attn_bwd(q, k, v, out, dout, lse, **options)
+        return dq, dk, dv
 
 
 def _is_causal(window: Window) -> bool:
@@ -297,6 +285,11 @@ def _flash4_options(cuts: Cuts | None, window: Window, scores: Scores) -> dict[s
     return {
         "softmax_scale": scores.scale,
         "causal": _is_causal(window),
+        # Its bounds may be negative: none is None.
+        "window_size_left": None if window.left < 0 else window.left,
+        "window_size_right": None if window.right < 0 or _is_causal(window) else window.right,
         "cu_seqlens_q": cuts and cuts.queries,
         "cu_seqlens_k": cuts and cuts.keys,
+        "max_seqlen_q": cuts and cuts.most_queries,
+        "max_seqlen_k": cuts and cuts.most_keys,
     }
