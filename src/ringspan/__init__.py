@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ringspan.core.geometry.balanced import balanced
     from ringspan.core.geometry.layout import CustomLayout, Layout, Span
     from ringspan.core.geometry.mask import Mask, causal, chunked, documents, frames, full, prefix_lm, sliding_window
+    from ringspan.core.geometry.tree import tree
     from ringspan.torch.attention.op import ring_attention
     from ringspan.torch.data.batch import shard_batch
     from ringspan.torch.data.cross_entropy import blockwise_cross_entropy
@@ -67,6 +68,7 @@ _MODULES = {
     "shard_features": "ringspan.torch.model.tasks.hidden_states",
     "sliding_window": "ringspan.core.geometry.mask",
     "token_logprobs": "ringspan.torch.model.tasks.logprobs",
+    "tree": "ringspan.core.geometry.tree",
     "unshard": "ringspan.torch.data.sharding",
 }
 
@@ -115,5 +117,6 @@ __all__ = [
     "shard_features",
     "sliding_window",
     "token_logprobs",
+    "tree",
     "unshard",
 ]
