@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ringspan.core.errors import ConfigError, UnsupportedError
-from ringspan.lightning.agreed import AgreedStop
+from ringspan.lightning.agreed import AgreedStop, ToldErrors
 from ringspan.lightning.seams import Dealing, give_mesh
 from ringspan.torch.consistency.calls import Call, check_call, exchanging, preparing
 from ringspan.torch.consistency.fixed import Fixed
@@ -132,7 +132,7 @@ class RingStrategy(ModelParallelStrategy):
             )
 
         if not any(isinstance(callback, AgreedStop) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-            trainer.callbacks.append(AgreedStop(self.device_mesh))  # type: ignore[attr-defined]
+            trainer.callbacks[:] = [ToldErrors(), *trainer.callbacks, AgreedStop(self.device_mesh)]  # type: ignore[attr-defined]
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Call Lightning's backward once all ranks have returned from ``training_step``."""
@@ -148,7 +148,8 @@ class RingStrategy(ModelParallelStrategy):
                 raise exception
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the shards of the model, or on rank 0 all of it."""
+        """Return the shards of the model, or on rank 0 all of it; on every rank."""
+        check_call(self.device_mesh, Call("saving a checkpoint"))
         self._settle()
         return super().lightning_module_state_dict()
 
