@@ -66,8 +66,9 @@ class WeightFiles:
         for number, name in enumerate(found):
             path = folder / name
             file = _open(path)
-            for offset, name in enumerate(file.offset_keys()):
-                stored = _Stored(path, file, name, (number, offset))
+            offsets = {name: offset for offset, name in enumerate(file.offset_keys())}
+            for name in file.keys():  # noqa: SIM118 - in the order in which transformers looks for a dtype
+                stored = _Stored(path, file, name, (number, offsets[name]))
                 self.tensors[name] = deferred(stored)
                 facts.append((path.name, name, str(stored.dtype), stored.shape))
         for name, wanted in found.items():  # whichever file has it
