@@ -34,6 +34,10 @@ class AgreedStop(Callback):
         """Agree before Lightning asks for another batch."""
         self._agree(trainer, "the end of a training batch")
 
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        """Agree before gradients are clipped together."""
+        self._agree(trainer, "an optimizer step")
+
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         self._agree(trainer, "the end of a validation")
 

@@ -135,10 +135,16 @@ class RingStrategy(ModelParallelStrategy):
             trainer.callbacks[:] = [ToldErrors(), *trainer.callbacks, AgreedStop(self.device_mesh)]  # type: ignore[attr-defined]
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Call Lightning's backward once all ranks have returned from ``training_step``."""
+        """Do as Lightning's, once all ranks have returned from ``training_step`` and what callbacks do before."""
+        module: Any = self.lightning_module
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         check_call(self.device_mesh, Call("a backward pass"))
         with exchanging():
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks about the user's exception on this one; Lightning raises it."""
