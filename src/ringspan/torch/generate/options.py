@@ -238,7 +238,7 @@ def cache_bytes(model: Any, arguments: dict[str, Any]) -> int:
     return rows * longest * numbers * model.dtype.itemsize // model.ring_mesh["ring"].size()
 
 
-def _text(value: bool | float | str | list[Any] | tuple[Any, ...] | dict[Any, Any]) -> str:
+def _text(value: Any) -> str:
     """Return text that is the same on all ranks given the same value; of objects, such as processors, their classes."""
     if not isinstance(value, str) and " at 0x" in str(value):
         value = [type(each).__name__ for each in value]
