@@ -9,6 +9,8 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from ringspan.core.errors import PeerMismatch
+from ringspan.hf import RingTrainerMixin
+from ringspan.hf.seams import TrainerSeams
 from ringspan.torch.layers.modules import local_part
 from tests.hf.rollouts import fixed, grpo, large_words
 from tests.hf.trainers import SHORT, check, tokenizer, train
@@ -63,6 +65,28 @@ async def harsh(completion_ids: list[list[int]], **_: Any) -> list[float]:
 def short(completion_ids: list[list[int]], **_: Any) -> list[float]:
     """A reward less on the second rank."""
     return large_words(completion_ids)[torch.distributed.get_rank() == 1 :]
+
+
+class Tokens:
+    def _get_tool_suffix_ids(self, tool_messages: Any) -> Any:
+        return tool_messages
+
+
+class Tooled(TrainerSeams, Tokens):
+    """The part of a trainer that makes tokens of what tools answer."""
+
+    first_ranks = RingTrainerMixin.first_ranks
+
+
+def answered(mesh: Any) -> list[int]:
+    """The tokens of an answer that each rank's tool gives otherwise."""
+    trainer: Any = Tooled()
+    trainer.ring_mesh = mesh
+    return trainer._get_tool_suffix_ids([mesh.get_rank()])
+
+
+def test_what_a_tool_answers_is_that_of_the_first_rank(pool):
+    assert pool.run(answered, 2) == [[0], [0]]
 
 
 def run(mesh: Any, options: dict[str, Any]) -> None:

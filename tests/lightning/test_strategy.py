@@ -15,6 +15,7 @@ from lightning.pytorch.callbacks import (
     Callback,
     EMAWeightAveraging,
     LearningRateFinder,
+    ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
 )
@@ -209,11 +210,24 @@ class OddModule(Module):
         return loss
 
 
-def fit_with_an_odd_rank(_: Any, is_raising: bool) -> tuple[str, int]:
+class OddHook(Callback):
+    """Which raises on the last rank, in the third step; all ranks save then."""
+
+    def __init__(self, name: str) -> None:
+        def raise_once(trainer: Trainer, module: Any, *_: Any) -> None:
+            if dist.get_rank() == 3 and len(module.losses) == 3:
+                raise OSError("out of paper")
+
+        setattr(self, name, raise_once)
+
+
+def fit_with_an_odd_rank(_: Any, is_raising: bool, hook: str = "", folder: str = "") -> tuple[str, int]:
     """What comes of it, and the number of steps."""
-    strategy, module = RingStrategy(replicate=2), OddModule()
+    strategy, module = RingStrategy(replicate=2), Module() if hook else OddModule()
     strategy.is_raising = is_raising  # type: ignore[attr-defined]
-    trainer = Trainer(**QUIET, devices=4, strategy=strategy, plugins=[Ranks()])
+    callbacks: Any = [OddHook(hook), ModelCheckpoint(folder, save_on_exception=True)] if hook else []
+    quiet = QUIET | {"enable_checkpointing": bool(hook), "accumulate_grad_batches": 1, "callbacks": callbacks}
+    trainer = Trainer(**quiet, devices=4, strategy=strategy, plugins=[Ranks()])
     try:
         trainer.fit(module, DataLoader(ROWS, 2))  # type: ignore[arg-type]
     except Exception as error:
@@ -225,6 +239,15 @@ def test_what_one_rank_raises_or_asks_for_all_do(pool):
     told = "PeerMismatch: rank 3 failed: OSError: out of paper"
     assert pool.run(fit_with_an_odd_rank, 4, True) == [(told, 3)] * 3 + [("OSError: out of paper", 3)]
     assert pool.run(fit_with_an_odd_rank, 4, False) == [("", 3)] * 4
+
+
+@pytest.mark.parametrize("hook", ["on_before_backward", "on_after_backward", "on_before_optimizer_step"])
+def test_what_a_callback_of_one_rank_raises_all_raise_and_save(pool, tmp_path, hook):
+    told = "PeerMismatch: rank 3 failed: OSError: out of paper"
+    expected = [(told, 3)] * 3 + [("OSError: out of paper", 3)]
+    assert pool.run(fit_with_an_odd_rank, 4, True, hook, str(tmp_path)) == expected
+    (saved,) = tmp_path.iterdir()
+    assert (saved / ".metadata").exists()
 
 
 class SaveAtStart(Callback):

@@ -102,7 +102,7 @@ def first_of_ring(
         except Exception as raised:  # whatever it is, the other ranks are to hear of it
             failures.append((function, raised))
         raise_on_all(failures, mesh)
-        return _of_first(result, mesh)
+        return of_first(result, mesh)
 
     return shared
 
@@ -142,7 +142,7 @@ def _name_of(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def _of_first(thing: Any, mesh: DeviceMesh) -> Any:
+def of_first(thing: Any, mesh: DeviceMesh) -> Any:
     """Return the object of the ring's first rank, by pickle."""
     things = [thing]
     for group in text_groups(mesh):
@@ -160,10 +160,10 @@ def rollout_of_replica(trainer: Any) -> Iterator[None]:
     group = mesh["replicate"].get_group()
 
     def tensors(tensor: Tensor) -> Tensor:
-        return accelerator.gather(_of_first(tensor, mesh))
+        return accelerator.gather(of_first(tensor, mesh))
 
     def objects(things: list[Any]) -> list[Any]:
-        return [thing for part in gather(_of_first(things, mesh), group) for thing in part]
+        return [thing for part in gather(of_first(things, mesh), group) for thing in part]
 
     ours = {"gather": tensors, "gather_object": objects}
     spaces = [vars(sys.modules[name]) for name in {kind.__module__ for kind in type(trainer).__mro__}]

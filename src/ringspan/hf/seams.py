@@ -28,7 +28,10 @@ OVERRIDDEN: Final = {
         "_load_rng_state": ("checkpoint",),
     },
     "transformers.trainer_callback:CallbackHandler": {"call_event": ("event", "args", "state", "control", "kwargs")},
-    "trl.trainer.grpo_trainer:GRPOTrainer": {"_generate_and_score_completions": ("inputs",)},
+    "trl.trainer.grpo_trainer:GRPOTrainer": {
+        "_generate_and_score_completions": ("inputs",),
+        "_get_tool_suffix_ids": ("tool_messages",),
+    },
     "trl.trainer.rloo_trainer:RLOOTrainer": {"_generate_and_score_completions": ("inputs",)},
 }
 # By module: names of accelerate's functions that it calls, in whose place ours stand meanwhile.
@@ -53,6 +56,9 @@ class TrainerSeams(_Trainer):
     def _generate_and_score_completions(self: Any, inputs: Any) -> Any:
         with self.rollout():
             return super()._generate_and_score_completions(inputs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _get_tool_suffix_ids(self: Any, tool_messages: Any) -> Any:
+        return self.first_ranks(super()._get_tool_suffix_ids(tool_messages))  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class OwnParts(Trainer):

@@ -23,7 +23,7 @@ from ringspan.hf.config import RingConfig
 from ringspan.hf.progress import load_adapter, load_optimizer, random_state_folder, save_optimizer
 from ringspan.hf.refusals import explained, refuse_accelerator, refuse_arguments, refuse_callback, refuse_optimizer
 from ringspan.hf.replicas import count_rings, without_repeats
-from ringspan.hf.rollouts import count_generations, rollout_of_replica, share_rollouts
+from ringspan.hf.rollouts import count_generations, of_first, rollout_of_replica, share_rollouts
 from ringspan.hf.seams import OwnParts, TrainerSeams, check_seams, method_behind, plain_optimizer
 from ringspan.torch.consistency.calls import Call, check_call, preparing
 from ringspan.torch.data.batch import targets_of
@@ -207,6 +207,10 @@ class RingTrainerMixin(TrainerSeams):
     def rollout(self) -> AbstractContextManager[None]:
         """Count by replica while completions are made and scored."""
         return rollout_of_replica(self)
+
+    def first_ranks(self: Any, answer: Any) -> Any:
+        """Return the answer of a tool on the ring's first rank: on others it may differ, or fail."""
+        return of_first(answer, self.ring_mesh)
 
     @contextmanager
     def random_state_of_replica(self: Any, checkpoint: str) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Agreement of all ranks on requests that a user's code makes to Lightning's Trainer on one rank."""
+"""Agreement of all ranks on requests that a user's code makes to Lightning's Trainer on one rank, and on its errors."""
 
 from typing import Any
 
@@ -7,6 +7,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.torch.consistency.calls import Call, hear_all
 from ringspan.torch.consistency.loop_watch import in_call
+
+
+class ToldErrors(Callback):
+    """The first of a trainer's callbacks: other ranks hear of an error before the next ones save, with all ranks."""
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        trainer.strategy.on_exception(exception)
 
 
 class AgreedStop(Callback):
@@ -26,6 +33,10 @@ class AgreedStop(Callback):
     def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Agree before Lightning asks for another batch."""
         self._agree(trainer, "the end of a training batch")
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        """Agree before gradients are clipped together."""
+        self._agree(trainer, "an optimizer step")
 
     def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
         self._agree(trainer, "the end of a validation")

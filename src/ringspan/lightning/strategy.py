@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ringspan.core.errors import ConfigError, UnsupportedError
-from ringspan.lightning.agreed import AgreedStop
+from ringspan.lightning.agreed import AgreedStop, ToldErrors
 from ringspan.lightning.seams import Dealing, give_mesh
 from ringspan.torch.consistency.calls import Call, check_call, exchanging, preparing
 from ringspan.torch.consistency.fixed import Fixed
@@ -132,13 +132,19 @@ class RingStrategy(ModelParallelStrategy):
             )
 
         if not any(isinstance(callback, AgreedStop) for callback in trainer.callbacks):  # type: ignore[attr-defined]
-            trainer.callbacks.append(AgreedStop(self.device_mesh))  # type: ignore[attr-defined]
+            trainer.callbacks[:] = [ToldErrors(), *trainer.callbacks, AgreedStop(self.device_mesh)]  # type: ignore[attr-defined]
 
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """Call Lightning's backward once all ranks have returned from ``training_step``."""
+        """Do as Lightning's, once all ranks have returned from ``training_step`` and what callbacks do before."""
+        module: Any = self.lightning_module
+        self.pre_backward(closure_loss)
+        closure_loss = self.precision_plugin.pre_backward(closure_loss, module)
         check_call(self.device_mesh, Call("a backward pass"))
         with exchanging():
-            return super().backward(closure_loss, optimizer, *args, **kwargs)
+            self.precision_plugin.backward(closure_loss, module, optimizer, *args, **kwargs)
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
 
     def on_exception(self, exception: BaseException) -> None:
         """Tell the other ranks about the user's exception on this one; Lightning raises it."""
@@ -148,7 +154,8 @@ class RingStrategy(ModelParallelStrategy):
                 raise exception
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the shards of the model, or on rank 0 all of it."""
+        """Return the shards of the model, or on rank 0 all of it; on every rank."""
+        check_call(self.device_mesh, Call("saving a checkpoint"))
         self._settle()
         return super().lightning_module_state_dict()
 

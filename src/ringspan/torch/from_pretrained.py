@@ -10,6 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 from ringspan.core.errors import ConfigError
+from ringspan.core.files.named import MODEL_CONFIG
+from ringspan.core.files.weights import refuse_beside
 from ringspan.core.messages.lines import one_line
 from ringspan.torch.consistency.calls import Call, check_call
 from ringspan.torch.consistency.loop_watch import in_call, watch_loop
@@ -110,6 +112,10 @@ def from_pretrained(
 
 def _config(folder: Path, *, trust_remote_code: bool) -> PreTrainedConfig:
     try:
+        if not folder.is_dir():
+            raise FileNotFoundError("there is no such folder; give another subfolder")
+        if not (folder / MODEL_CONFIG).is_file():
+            refuse_beside({path.name for path in folder.iterdir()}, adapter=False)
         return AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{folder}: {one_line(error)}") from error

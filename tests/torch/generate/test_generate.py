@@ -2,6 +2,7 @@
 
 import copy
 from functools import cache
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -344,11 +345,19 @@ def decided_alone(mesh: DeviceMesh, how: str) -> Any:
     def processor(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if is_odd and how == "a processor that raises":
             raise OSError("out of paper")
-        return scores.roll(1) if is_odd else scores
+        return scores.roll(1) if is_odd and (how == "a processor that differs" or ids.shape[1] == 16) else scores
+
+    def end() -> None:
+        if is_odd:
+            raise OSError("out of paper")
 
     given: dict[str, Any] = {"logits_processor": [processor]}
     if how == "a criterion that raises":
         given = {"stopping_criteria": [criterion]}
+    elif how == "a streamer that raises at the end":
+        given = {"streamer": SimpleNamespace(put=lambda ids: None, end=end)}
+    elif how == "a processor that others lack" and not is_odd:
+        given = {"logits_processor": []}
     error = None
     try:
         model.generate(models.prompt(5), max_new_tokens=12, do_sample=False, **given)
@@ -357,11 +366,18 @@ def decided_alone(mesh: DeviceMesh, how: str) -> Any:
     return error, model.generate(models.prompt(5), max_new_tokens=4, do_sample=False).shape[1]
 
 
-@pytest.mark.parametrize("how", ["a criterion that raises", "a processor that raises", "a processor that differs"])
+OUT_OF_PAPER = "a criterion that raises", "a processor that raises", "a streamer that raises at the end"
+DIFFERS = "a processor that differs", "a processor whose last token differs"
+
+
+@pytest.mark.parametrize("how", [*OUT_OF_PAPER, *DIFFERS, "a processor that others lack"])
 def test_what_a_users_code_does_on_one_rank_is_named_on_all(pool, how):
     *others, (own, _) = found = pool.run(decided_alone, 2, how)
     assert [length for _, length in found] == [9, 9]
-    if "differs" in how:
+    if "lack" in how:
+        assert own.endswith("given different logits_processor: rank 0: [], rank 1: ['function']")
+        return
+    if how in DIFFERS:
         assert "given different chosen tokens" in own and "a logits processor" in own and "sampler" not in own
         return
     assert own == "OSError: out of paper"

@@ -19,6 +19,7 @@ import ringspan as rs
 from ringspan.core.errors import ConfigError
 from ringspan.core.files.weights import INDEX, WEIGHTS
 from ringspan.generate.folder import base_folder
+from ringspan.torch.from_pretrained import _config
 from ringspan.torch.layers.blockwise.feedforward import free_feedforwards
 from ringspan.torch.layers.blockwise.norm import find_norms
 from ringspan.torch.model.support import refuse_unsupported
@@ -279,7 +280,9 @@ def test_adapters_are_added_to_a_model_before_it_is_read(pool: Any, tmp_path: Pa
 
 
 def test_a_folder_is_read_as_transformers_reads_it(tmp_path: Path):
-    """A single file beside an index and shards; a stale index; the file that a config names."""
+    """A single file beside an index and shards; a stale index; the file that a config names; an index that names
+    another of its files; the first weight by name, whose dtype is the model's where no config says it.
+    """
     index = {"metadata": {}, "weight_map": {"x": "model-00001-of-00001.safetensors"}}
     (tmp_path / INDEX).write_text(json.dumps(index))
     for number, name in enumerate(("model-00001-of-00001.safetensors", "other.safetensors", WEIGHTS)):
@@ -288,7 +291,19 @@ def test_a_folder_is_read_as_transformers_reads_it(tmp_path: Path):
     (tmp_path / "model-00001-of-00001.safetensors").unlink()
     assert whole(WeightFiles(tmp_path).tensors["x"]) == 2
     assert whole(WeightFiles(tmp_path, LlamaConfig(transformers_weights="other.safetensors")).tensors["x"]) == 1
-    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"no model\.fp16\.safetensors; leave variant out"):
+        WeightFiles(tmp_path, variant="fp16")
+    for name in ("1", "2"):
+        save_file({f"{name}.a": torch.ones(1).half(), f"{name}.b": torch.ones(1)}, tmp_path / name)
+    places = {"weight_map": {"1.a": "2", "2.a": "1", "1.b": "1"}}
+    (tmp_path / INDEX).write_text(json.dumps(places))
+    (tmp_path / WEIGHTS).unlink()
+    (tmp_path / WEIGHTS).symlink_to("nowhere")
+    assert list(WeightFiles(tmp_path).tensors) == ["1.a", "1.b", "2.a", "2.b"]
+    for folder, why in ((tmp_path / "nowhere", "give another subfolder"), (tmp_path, "is an adapter of PEFT")):
+        (tmp_path / "adapter_config.json").write_text("{}")
+        with pytest.raises(ConfigError, match=why):
+            _config(folder, trust_remote_code=False)
     with pytest.raises(ConfigError, match="has one beside its weights"):
         WeightFiles(tmp_path)
     (tmp_path / "config.json").write_text("{}")

@@ -89,7 +89,9 @@ def _why_none(names: Collection[str], single: str, index: str) -> str:
     """Return why there are no weights: a file that might be taken for some, and what to do."""
     first = min((name for name in names if name.endswith((".safetensors", *_PICKLES))), default=None)
     found, remedy = f"neither {single} nor {index}", "save it with save_pretrained"
-    if first is not None:
+    if {WEIGHTS, INDEX} & set(names):
+        found, remedy = f"no {single}", "leave variant out"
+    elif first is not None:
         why = "a pickle, which is not opened" if first.endswith(_PICKLES) else "which transformers does not open"
         found = f"only {first}, {why}"
         if of_variant := re.fullmatch(r"model\.([^.-]+)(-\d{5}-of-\d{5})?\.safetensors", first):

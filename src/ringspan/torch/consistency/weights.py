@@ -34,6 +34,8 @@ def check_finite(model: nn.Module, mesh: DeviceMesh) -> None:
     """
     if dist.get_backend(mesh["ring"].get_group()) != "fake" and dist.get_rank() == int(mesh.mesh.min()):
         refuse_not_finite(part for name, weight in model.named_parameters() for part in plain_parts(name, weight))
+        buffers = ((name, x) for name, x in model.named_buffers() if x.is_floating_point())
+        refuse_not_finite((name, x.masked_fill(x.isinf(), 0)) for name, x in buffers)  # limits may be infinite
 
 
 @torch.no_grad()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ringspan.core.arguments import PREFILL_TOKENS
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.names import CacheDtypeName
-from ringspan.torch.consistency.calls import exchanging, preparing
+from ringspan.torch.consistency.calls import Call, check_call, exchanging, preparing
 from ringspan.torch.consistency.loop_watch import in_call
 from ringspan.torch.consistency.own_calls import calling_parts
 from ringspan.torch.generate.agreed import first_ranks_numbers
@@ -35,6 +35,7 @@ from ringspan.torch.model.attention.own import uses_alibi
 from ringspan.torch.model.recurrent import why_no_cache
 from ringspan.torch.model.tasks.causal_lm import RingCausalLM
 from ringspan.torch.runtime.mesh import text_groups
+from ringspan.torch.transport.digest import described
 
 
 class RingGenerator(RingCausalLM):
@@ -173,7 +174,10 @@ class RingGenerator(RingCausalLM):
             stack.enter_context(weights_for_tokens(self, weights, cache_bytes(self, arguments)))
             stack.enter_context(first_ranks_numbers(groups, self.device))
             stack.enter_context(preparing(self.ring_mesh, "generate", between_replicas=False))
-            return plain(**arguments)
+            made = plain(**arguments)
+            facts = {"chosen tokens": described(getattr(made, "sequences", made))}  # the last, of which no pass tells
+            check_call(self.ring_mesh, Call("the end of generate", alike_in_ring=facts), between_replicas=False)
+            return made
 
 
 def refuse_states(model: Any) -> None:

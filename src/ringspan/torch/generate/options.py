@@ -2,7 +2,7 @@
 
 import copy
 import inspect
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -30,6 +30,8 @@ from ringspan.torch.multimodal.checks import check_media
 from ringspan.torch.multimodal.kinds import has_grid_positions
 from ringspan.torch.transport.digest import described
 
+_PLAIN: Final = bool, int, float, str, list, tuple, dict  # of which ranks compare the text
+
 
 def agreed_options(
     model: Any, plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any], weights: str
@@ -54,7 +56,7 @@ def agreed_options(
         _complete(model, arguments)
         config = arguments.get("generation_config") or model.generation_config
         settings = {**config.to_dict(), "_from_model_config": None, **arguments}
-        texts = {name: str(settings[name]) for name in sorted(settings) if _is_plain(settings[name])}
+        texts = {name: _text(value) for name, value in sorted(settings.items()) if isinstance(value, _PLAIN)}
         tensors = {name: described(value) for name, value in arguments.items() if isinstance(value, Tensor)}
         _refuse_options(model, config, arguments)
         if arguments.get("past_key_values") is None and arguments.get("use_cache", config.use_cache is not False):
@@ -236,6 +238,8 @@ def cache_bytes(model: Any, arguments: dict[str, Any]) -> int:
     return rows * longest * numbers * model.dtype.itemsize // model.ring_mesh["ring"].size()
 
 
-def _is_plain(value: Any) -> bool:
-    """Return True if a value's text is the same on all ranks given the same value."""
-    return isinstance(value, (bool, int, float, str, list, tuple, dict)) and " at 0x" not in str(value)
+def _text(value: Any) -> str:
+    """Return text that is the same on all ranks given the same value; of objects, such as processors, their classes."""
+    if not isinstance(value, str) and " at 0x" in str(value):
+        value = [type(each).__name__ for each in value]
+    return str(value)

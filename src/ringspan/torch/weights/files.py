@@ -56,22 +56,24 @@ class WeightFiles:
     def __init__(self, folder: Path, config: Any = None, *, variant: str | None = None, adapter: bool = False) -> None:
         self.tensors: dict[str, Deferred] = {}
         facts: list[tuple[str, str, str, tuple[int, ...]]] = []
-        names = {path.name for path in folder.iterdir()}
+        names = {path.name for path in folder.iterdir() if path.is_file()}  # no link to nowhere
         try:
             refuse_beside(names, adapter=adapter)
             named = getattr(config, "transformers_weights", None)
             found = weights_in(names, lambda name: read_small(folder / name), named=named, variant=variant)
         except ConfigError as error:
             raise ConfigError(f"{folder}: {error}") from error
-        for number, (name, wanted) in enumerate(found.items()):
+        for number, name in enumerate(found):
             path = folder / name
             file = _open(path)
-            for offset, name in enumerate(file.offset_keys()):
-                stored = _Stored(path, file, name, (number, offset))
+            offsets = {name: offset for offset, name in enumerate(file.offset_keys())}
+            for name in file.keys():  # noqa: SIM118 - in the order in which transformers looks for a dtype
+                stored = _Stored(path, file, name, (number, offsets[name]))
                 self.tensors[name] = deferred(stored)
                 facts.append((path.name, name, str(stored.dtype), stored.shape))
+        for name, wanted in found.items():  # whichever file has it
             if lacking := sorted(wanted - self.tensors.keys()):
-                raise ConfigError(f"{path}: has no {lacking[0]}, which the index says is there")
+                raise ConfigError(f"{folder / name}: has no {lacking[0]}, which the index says is there")
         if not self.tensors:
             raise ConfigError(f"{folder}: its weights are empty")
         self.digest = hashlib.sha256(repr(sorted(facts)).encode()).hexdigest()[:16]

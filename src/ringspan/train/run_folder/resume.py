@@ -99,7 +99,8 @@ def first_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | Non
     same_release = before["transformers"] == now["transformers"]
     for name in before.keys() & now.keys() - {"transformers"}:
         for field, old, new in differences(before[name], now[name]):
-            if same_release or None not in (old, new):
+            is_absent = None in (old, new)  # as good as false
+            if not (is_absent and (not same_release or old is False or new is False)):
                 return f"{field} = {json.dumps(old)} in the model's {name}, where it is {json.dumps(new)} now"
     return None
 
