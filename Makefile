@@ -50,7 +50,7 @@ else
 	@echo "make test, step 2 of 3: what needs ranks or models (about ten minutes)"
 	OMP_NUM_THREADS=1 $(BIN)/pytest --tier b $(PLAIN) $(WORKERS)
 	@echo "make test, step 3 of 3: what must run alone (a minute)"
-	$(BIN)/pytest -m alone $$(grep -rl "mark\.alone" tests --include="test_*.py")
+	$(BIN)/pytest -m "alone and not long" $$(grep -rl "mark\.alone" tests --include="test_*.py")
 endif
 
 everything: $(STAMP) ## run what the tests leave out, one target after the other, and write what each saw to build/everything.md (hours)
