@@ -1,11 +1,8 @@
-"""``benchmarks.memory``: a step's bytes by category against formulas, and their picture."""
+"""``benchmarks.memory``: a step's bytes by category against formulas."""
 
-import numpy as np
-import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
-from benchmarks.category_picture import category_picture
 from benchmarks.memory import step_bytes
 from tests.torch.models import build, tokens
 
@@ -26,15 +23,3 @@ def test_the_categories_of_a_step(pool):
         logits = 512 * 4096 * 4
         assert whole["temporaries"] - chunked["temporaries"] > 0.5 * logits
         assert whole["communication"] > 0 and whole["activations"] > 0
-
-
-def test_the_picture_is_to_scale():
-    row = {"ring": 2, "tokens_per_rank": 64, "checkpoint": "full", "variant": "plain"}
-    picture = category_picture(
-        [row | {"bytes": {"activations": 300, "parameters": 100}}, row | {"bytes": {"activations": 100}}]
-    )
-    assert picture is not None
-    patches = [patch for patch in picture.axes[0].patches if (patch.get_gid() or "").startswith("bar|")]
-    bars = [(patch.get_gid()[4:].split(":")[0], float(np.ptp(patch.get_path().vertices[:, 0]))) for patch in patches]
-    assert [name for name, _ in bars] == ["activations", "parameters", "activations"]
-    assert bars[0][1] == pytest.approx(3 * bars[1][1], rel=1e-2) == pytest.approx(3 * bars[2][1], rel=1e-2)
