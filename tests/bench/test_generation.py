@@ -1,8 +1,11 @@
 """``benchmarks.generation`` on a small prompt: what it says of the cache, and that both sides wrote the same."""
 
+import pytest
+
 from benchmarks.generation import GenerateCase, run
 
 
+@pytest.mark.long
 def test_a_share_of_the_cache_and_the_same_text():
     result = run(GenerateCase(length=200, new_tokens=3, repeats=1))
     assert result["same_tokens"]

@@ -215,15 +215,14 @@ def test_the_byte_order_mark_of_a_file_is_no_part_of_the_prompt(tmp_path, monkey
     assert prompt_text("-", None) == BOOK
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
         ("another model", "other weights"),
-        *long(
-            ("a bit", "rank_00001.safetensors: has sha256"),
-            ("a missing file", "rank_00000.safetensors: is missing"),
-            ("a changed manifest", "manifest.json: changed after it was written"),
-        ),
+        ("a bit", "rank_00001.safetensors: has sha256"),
+        ("a missing file", "rank_00000.safetensors: is missing"),
+        ("a changed manifest", "manifest.json: changed after it was written"),
     ],
 )
 def test_a_cache_that_is_damaged_or_of_another_model_is_refused_in_a_line(folder, book, tmp_path, damage, says):
