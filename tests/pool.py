@@ -69,9 +69,9 @@ class Pool:
         """What each rank returned, or the exception that it raised."""
         for pipe in self._pipes[:ranks]:
             pipe.send((function, (ranks, replicate, tp), args))
-        results = []
+        results, deadline = [], time.monotonic() + self._timeout  # of all ranks, so that it is before pytest's own
         for rank, pipe in enumerate(self._pipes[:ranks]):
-            if not pipe.poll(self._timeout):
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
                 stacks = self._stacks()
                 self.restart()
                 raise TimeoutError(f"rank {rank} did not answer within {self._timeout} s; they waited here:\n{stacks}")

@@ -325,7 +325,3 @@ def test_a_folder_that_is_no_model_is_refused(monkeypatch, capsys, tmp_path, wha
     prompt = "An <image> here"
     line = refusal(monkeypatch, capsys, "generate", given, "--prompt", prompt, "--max-new-tokens", 5)
     assert message in line and str(given) in line
-
-
-def test_help_has_an_example():
-    assert "Example" in printed("--help")[0]
