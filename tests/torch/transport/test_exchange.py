@@ -44,8 +44,8 @@ CASES: dict[str, tuple[tuple[int, str], tuple[int, str], str]] = {
 }
 
 
-def unequal(mesh: DeviceMesh, name: str, delay: int) -> None:
-    """Rank 1 is given something else, and one rank comes late."""
+def unequal(mesh: DeviceMesh, name: str, delay: int) -> float:
+    """Rank 1 is given something else, and one rank comes late; return the seconds to the refusal."""
     group, rank = dist.new_group(range(mesh.size())), dist.get_rank()
     for _ in range(2):
         for known in KNOWN:
@@ -54,16 +54,24 @@ def unequal(mesh: DeviceMesh, name: str, delay: int) -> None:
     dist.barrier()
     if delay == rank:
         time.sleep(0.1)
+    started = time.perf_counter()
     with pytest.raises(rs.PeerMismatch, match=f"different {differs}") as caught:
         of_size(group, *(first if rank == 1 else others))
+    seconds = time.perf_counter() - started
     values = [value.partition(": ")[2].strip(", ") for value in str(caught.value).split("rank ")[1:]]
     assert "not heard" not in str(caught.value), "no time-out is waited for"
     assert values == [values[0], values[1], values[0], values[0]] and values[0] != values[1]
+    return seconds
 
 
 @pytest.mark.parametrize(("name", "delay"), [(name, number % 2) for number, name in enumerate(CASES)])
 def test_a_rank_that_is_given_something_else_is_named_by_all(pool, name, delay):
     pool.run(unequal, 4, name, delay)
+
+
+@pytest.mark.alone
+def test_a_rank_that_is_given_something_else_is_named_in_half_a_second(pool):
+    assert max(pool.run(unequal, 4, "both known", 1)) < 0.1 + 0.5
 
 
 def in_the_middle(mesh: DeviceMesh) -> str:
