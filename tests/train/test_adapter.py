@@ -190,9 +190,9 @@ def test_a_run_resumes_on_another_mesh_and_is_merged(pool, base):
     """From a checkpoint that holds the adapter alone; beside other weights it does not resume."""
     adapter, name = {"rank": 4, "merge": True}, "resumed"
     whole = settings(base, "whole", adapter, mesh={"replicate": 2}, steps=4)
-    pool.run(train_on, 2, whole)
+    pool.run(train_on, 4, whole)
     changes = {"checkpoints": {"every_steps": 2}, "watchdog": {"enabled": False}}
-    pool.run(stop_after_two, 2, settings(base, name, adapter, mesh={"replicate": 2}, steps=4, **changes))
+    pool.run(stop_after_two, 4, settings(base, name, adapter, mesh={"replicate": 2}, steps=4, **changes))
     [checkpoint] = (base.parent / name / "checkpoints").glob("step_*")
     size = sum(file.stat().st_size for file in checkpoint.rglob("*"))
     assert size < (base / "model.safetensors").stat().st_size
@@ -201,12 +201,12 @@ def test_a_run_resumes_on_another_mesh_and_is_merged(pool, base):
     )
     weights = load_file(base / "model.safetensors")
     build("llama", vocab_size=300, hidden_size=32, intermediate_size=64, seed=7).save_pretrained(base)
-    for outcome in pool.outcomes(train_on, 2, again):
+    for outcome in pool.outcomes(train_on, 4, again):
         assert isinstance(outcome, CheckpointError) and "was trained beside other weights" in str(outcome)
     from safetensors.torch import save_file
 
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})
-    pool.run(train_on, 2, again)
+    pool.run(train_on, 4, again)
     assert losses(base.parent / name)[-1] == pytest.approx(losses(base.parent / "whole")[-1], rel=1e-5)
     one, other = (AutoModelForCausalLM.from_pretrained(base.parent / run / "model") for run in (name, "whole"))
     assert not (base.parent / name / "model" / "adapter_config.json").exists()
@@ -225,10 +225,10 @@ def test_a_run_resumes_with_the_config_that_it_began_with(pool, text, base, adap
     folder = Path(shutil.copytree(base, text / f"base, {len(adapter)}"))
     changes = {"evaluation": {"every_steps": 0}, "data": {"paths": str(text / "text"), "sequence_length_tokens": 45}}
     config = settings(folder, f"other config, {len(adapter)}", adapter, steps=1, **changes)
-    pool.run(train_on, 2, config)
+    pool.run(train_on, 4, config)
     path = folder / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    for outcome in pool.outcomes(train_on, 2, config.model_copy(update={"steps": 2})):
+    for outcome in pool.outcomes(train_on, 4, config.model_copy(update={"steps": 2})):
         assert isinstance(outcome, ConfigError) and says in str(outcome) and "set it back" in str(outcome), outcome
 
 
@@ -267,7 +267,7 @@ def test_a_merged_model_is_what_peft_merges_of_one_process(pool, base, name, ada
 
 def test_the_writer_of_a_merged_model_holds_one_weight(pool, base):
     config = settings(base, "narrow", {"rank": 2, "merge": True}, mesh={"replicate": 2}, steps=1)
-    [largest, *others] = pool.run(widest_reads, 2, config)
+    [largest, *others] = pool.run(widest_reads, 4, config)
     assert largest == 1 and not any(others), "ranks that do not write hold none"
 
 

@@ -24,14 +24,14 @@ WHERE = "model.layers.1.mlp.up_proj.weight"
 
 
 def steps_with_nan(mesh, config, poisoned_steps, value):
-    """A few steps; before some of them are judged, rank 1 has one gradient entry that is not finite."""
+    """A few steps; before some of them are judged, rank 2 has one gradient entry that is not finite."""
     job, stop = prepare(config), StopRequest()
     guard, told = Guard(config.guard, stop, job.device), []
     parameter = dict(job.model.named_parameters())[WHERE]
     original = jobs.gradient_norm
 
     def poison_and_measure(parameters):
-        if step in poisoned_steps and dist.get_rank() == 1:
+        if step in poisoned_steps and dist.get_rank() == 2:
             parameter.grad.to_local().view(-1)[5] = value
         return original(parameters)
 
@@ -51,22 +51,22 @@ def steps_with_nan(mesh, config, poisoned_steps, value):
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_all_ranks_skip_the_step_that_one_rank_spoils_and_name_it(pool, text, value):  # noqa: F811
-    for told in pool.run(steps_with_nan, 2, settings(text, "nan"), [2], value):
+    for told in pool.run(steps_with_nan, 4, settings(text, "nan"), [2], value):
         assert [applied for applied, _, _ in told] == [True, False, True]
         assert [unchanged for _, unchanged, _ in told] == [False, True, False]
-        assert f"gradient of {WHERE} not finite on rank 1" in told[1][2] and told[1][2].startswith("step 2: ")
+        assert f"gradient of {WHERE} not finite on rank 2" in told[1][2] and told[1][2].startswith("step 2: ")
         assert told[0][2] is told[2][2] is None
 
 
 @pytest.mark.parametrize(
     ("changes", "poisoned", "message"),
     [
-        ({"non_finite": "stop"}, [2], "step 2: .*on rank 1; the weights are those of step 1"),
-        ({"max_skipped_steps": 1}, [1, 2], "step 2: .*on rank 1; 1 steps before it were skipped already"),
+        ({"non_finite": "stop"}, [2], "step 2: .*on rank 2; the weights are those of step 1"),
+        ({"max_skipped_steps": 1}, [1, 2], "step 2: .*on rank 2; 1 steps before it were skipped already"),
     ],
 )
 def test_all_ranks_stop_where_they_should(pool, text, changes, poisoned, message):  # noqa: F811
-    outcomes = pool.outcomes(steps_with_nan, 2, settings(text, "nan", guard=changes), poisoned, math.nan)
+    outcomes = pool.outcomes(steps_with_nan, 4, settings(text, "nan", guard=changes), poisoned, math.nan)
     for outcome in outcomes:
         with pytest.raises(Diverged, match=message):
             raise outcome
@@ -146,9 +146,9 @@ def train_with_a_spike(mesh, config, spike_step):
 
 def test_a_spike_rewinds_all_ranks_and_the_data_goes_on_after_it(pool, text):  # noqa: F811
     config = settings(text, "rewind", steps=6, checkpoints={"every_steps": 2}, guard={"spike": "rewind"}, evaluation={})
-    for _, places in pool.run(train_with_a_spike, 2, config, 5):
+    for _, places in pool.run(train_with_a_spike, 4, config, 5):
         assert places == [0, 1, 2, 3, 4, 5, 6]  # step 5 rewinds to 4 and is taken again, two sequences later
-    lines, _ = pool.run(train_with_a_spike, 2, settings(text, "skip", steps=3, guard={"spike": "skip"}), 2)[0]
+    lines, _ = pool.run(train_with_a_spike, 4, settings(text, "skip", steps=3, guard={"spike": "skip"}), 2)[0]
     assert lines == ["step 2: a spike on another rank"]
     steps = [step for step, name in curve(text / "rewind") if name == "loss"]
     assert steps == [1, 2, 3, 4, 5, 6]
@@ -156,6 +156,6 @@ def test_a_spike_rewinds_all_ranks_and_the_data_goes_on_after_it(pool, text):  #
 
 def test_a_rewind_without_a_checkpoint_skips(pool, text):  # noqa: F811
     config = settings(text, "no rewind", checkpoints={"every_steps": 0}, guard={"spike": "rewind"})
-    lines, places = pool.run(train_with_a_spike, 2, config, 2)[0]
+    lines, places = pool.run(train_with_a_spike, 4, config, 2)[0]
     assert places == [0, 1, 2]
     assert any("there is no checkpoint to rewind to; skipped" in line for line in lines)

@@ -153,7 +153,7 @@ def flip(path: Path, generator: random.Random) -> None:
 
 def spoil(kind: str, folder: Path, generator: random.Random) -> str:
     """Damage a checkpoint in one way; the name of the file that must be named."""
-    path = folder / f"rank_{generator.randrange(2):05d}.safetensors"
+    path = folder / f"rank_{generator.randrange(4):05d}.safetensors"
     match kind:
         case "flip":
             flip(path, generator)
@@ -196,12 +196,12 @@ def find_spoilt(mesh, folder, kinds):
 
 def test_every_damage_is_refused_by_name_and_the_checkpoint_before_is_offered(pool, tmp_path):
     folder = tmp_path / "run"
-    pool.run(save_steps, 2, folder, [1, 2])
+    pool.run(save_steps, 4, folder, [1, 2])
     shutil.copytree(folder, tmp_path / "pristine")
     kinds = (
         ["flip"] * 20 + ["manifest"] * 10 + ["truncate"] * 5 + ["extend", "missing", "no manifest"] * 2 + ["stale"] * 4
     )
-    for refused, skipped in pool.run(find_spoilt, 2, folder, kinds):
+    for refused, skipped in pool.run(find_spoilt, 4, folder, kinds):
         assert refused == len(kinds) == 45
         assert "step 1 of run run1: stale" in skipped[0]
 

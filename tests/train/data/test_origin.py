@@ -71,7 +71,7 @@ def train_on_a_full_disk(mesh, config):
 
 def refused(pool, *args, error=ConfigError):
     """The one message with which all ranks refuse."""
-    outcomes = pool.outcomes(train_and_listen, 2, *args)
+    outcomes = pool.outcomes(train_and_listen, 4, *args)
     assert all(isinstance(outcome, error) for outcome in outcomes), outcomes
     [message] = {str(outcome) for outcome in outcomes}
     return message
@@ -82,7 +82,7 @@ def vocabulary(folder):
 
 
 def test_a_changed_text_is_named_and_asks_for_a_flag_and_the_tokenizer_stays(pool, folder):
-    pool.run(train_and_listen, 2, run_settings(folder))
+    pool.run(train_and_listen, 4, run_settings(folder))
     began, first = vocabulary(folder / "run" / "tokenizer"), curve(folder / "run")
     write(folder, 1, "zyxwv utsrq " * 300)
     write(folder, 9, "something new " * 100)
@@ -93,12 +93,12 @@ def test_a_changed_text_is_named_and_asks_for_a_flag_and_the_tokenizer_stays(poo
     assert curve(folder / "run") == first
     (folder / "text").rename(folder / "moved")
     moved = {"paths": str(folder / "moved")}
-    lines, *_ = pool.run(train_and_listen, 2, run_settings(folder, 2 * STEPS, **moved, on_change="continue"))
+    lines, *_ = pool.run(train_and_listen, 4, run_settings(folder, 2 * STEPS, **moved, on_change="continue"))
     assert any("continuing with another text" in line for line in lines)
     assert vocabulary(folder / "run" / "tokenizer") == vocabulary(folder / "run" / "model") == began
     losses = [value for (_, name), value in curve(folder / "run").items() if name == "loss"]
     assert len(losses) == 2 * STEPS
-    lines, *_ = pool.run(train_and_listen, 2, run_settings(folder, 3 * STEPS, **moved))  # the new text is the run's now
+    lines, *_ = pool.run(train_and_listen, 4, run_settings(folder, 3 * STEPS, **moved))  # the new text is the run's now
     assert not any("another text" in line for line in lines)
 
 
@@ -150,13 +150,13 @@ def test_a_wrong_path_is_not_hidden_by_a_run_that_is_there(monkeypatch, capsys, 
 @pytest.mark.parametrize("every", [*long(0), 2])
 def test_a_model_that_cannot_be_written_leaves_its_weights_in_a_checkpoint(pool, folder, every):
     weights = folder / "run" / "model" / "model.safetensors"
-    pool.run(train_and_listen, 2, run_settings(folder, 2, every))
+    pool.run(train_and_listen, 4, run_settings(folder, 2, every))
     older, config = weights.read_bytes(), run_settings(folder, STEPS, every)
     message = refused(pool, config, 1000, error=CheckpointError)
     for part in ("was not written", "bytes are needed, 1,000 are free", "the same command writes the model"):
         assert part in message
     assert weights.read_bytes() == older
-    pool.run(train_and_listen, 2, config)
+    pool.run(train_and_listen, 4, config)
     assert weights.read_bytes() != older
     assert [step for step, name in curve(folder / "run") if name == "loss"] == list(range(1, STEPS + 1))
     assert "is finished" in refused(pool, config)
@@ -168,16 +168,16 @@ def test_a_model_that_cannot_be_written_leaves_its_weights_in_a_checkpoint(pool,
 )
 def test_where_no_checkpoint_fits_either_it_says_what_the_same_command_does(pool, folder, done, then):
     if done:
-        pool.run(train_and_listen, 2, run_settings(folder, done))
-    for outcome in pool.outcomes(train_on_a_full_disk, 2, run_settings(folder, done + STEPS)):
+        pool.run(train_and_listen, 4, run_settings(folder, done))
+    for outcome in pool.outcomes(train_on_a_full_disk, 4, run_settings(folder, done + STEPS)):
         message = str(outcome)
         assert isinstance(outcome, CheckpointError) and message.endswith(f"; then the same command {then}"), message
         assert message.count("1,000 are free; make room") == 2
 
 
 def test_a_disk_that_is_too_small_is_said_at_the_start(pool, folder):
-    lines, *others = pool.run(on_a_small_disk, 2, run_settings(folder))
-    assert any("1,000 bytes are free; a checkpoint takes about" in line for line in lines) and others == [[]]
+    lines, *others = pool.run(on_a_small_disk, 4, run_settings(folder))
+    assert any("1,000 bytes are free; a checkpoint takes about" in line for line in lines) and others == [[]] * 3
 
 
 def on_a_small_disk(mesh, config):

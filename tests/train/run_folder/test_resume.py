@@ -17,7 +17,7 @@ from ringspan.train.loop import Observer, train
 from tests.cases import long
 from tests.train.test_loop import settings, text  # noqa: F401  text is a fixture
 
-STEPS, RANKS = 5, 2
+STEPS = 5
 OPTIMIZER = {"warmup_steps": 1, "learning_rate": 1e-2}
 
 
@@ -71,7 +71,7 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 @pytest.fixture(scope="module")
 def uninterrupted(pool, text):  # noqa: F811
-    pool.run(train_and_see, RANKS, config(text, "uninterrupted"))
+    pool.run(train_and_see, 4, config(text, "uninterrupted"))
     assert len(curve(text / "uninterrupted")) == 3 * STEPS + 3
     return text / "uninterrupted"
 
@@ -79,7 +79,7 @@ def uninterrupted(pool, text):  # noqa: F811
 @pytest.mark.parametrize("stop_after", [*long(1, 4), 2])
 def test_a_stopped_run_goes_on_bit_for_bit(pool, text, uninterrupted, stop_after):  # noqa: F811
     stopped = config(text, f"stopped {stop_after}")
-    for steps, signalled, _ in pool.run(train_and_see, RANKS, stopped, stop_after):
+    for steps, signalled, _ in pool.run(train_and_see, 4, stopped, stop_after):
         # The signal comes after the vote of its step, so the next one is the last.
         assert steps == stop_after + 1
         assert signalled or steps == STEPS
@@ -87,7 +87,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(pool, text, uninterrupted, stop_after
     assert (run / "checkpoints" / f"step_{stop_after + 1:08d}").is_dir()
     if stop_after + 1 < STEPS:
         assert not (run / "model").exists()
-        (_, _, lines), *_ = pool.run(train_and_see, RANKS, stopped)
+        (_, _, lines), *_ = pool.run(train_and_see, 4, stopped)
         assert any(line.startswith(f"resuming after step {stop_after + 1} from") for line in lines)
     assert curve(run) == curve(uninterrupted)
     assert equal(weights(run), weights(uninterrupted))
@@ -96,7 +96,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(pool, text, uninterrupted, stop_after
 @pytest.mark.parametrize("then_exit", [False, True])
 def test_a_signal_to_any_rank_that_has_saved_does_not_take_its_exit_code(pool, text, then_exit):  # noqa: F811
     expected = signal.SIG_IGN if then_exit else signal.SIG_DFL
-    for handlers in pool.run(handlers_after_a_stop, RANKS, config(text, f"exit {then_exit}"), then_exit):
+    for handlers in pool.run(handlers_after_a_stop, 4, config(text, f"exit {then_exit}"), then_exit):
         assert handlers == [expected] * len(STOP_SIGNALS)
 
 
@@ -133,20 +133,20 @@ def half(folder, name, **changes):
 @pytest.mark.parametrize("changes", [*long({}, {"mesh": {"tp": 2}}), {"optimizer": OPTIMIZER | {"on_host": True}}])
 def test_parameters_in_bfloat16_are_trained_and_their_norm_is_counted_in_float32(pool, text, changes):  # noqa: F811
     unclipped = {"optimizer": OPTIMIZER | {"clip_grad_norm": 0.0} | changes.get("optimizer", {})}
-    outcomes = pool.run(state_of_a_step, RANKS, half(text, "norm", **changes | unclipped))
+    outcomes = pool.run(state_of_a_step, 4, half(text, "norm", **changes | unclipped))
     for kinds, norm, expected in outcomes:
         assert kinds == {torch.bfloat16}
         assert norm == pytest.approx(expected, rel=1e-4)
 
 
 def test_a_run_in_bfloat16_goes_on_bit_for_bit_and_is_saved_in_it(pool, text, uninterrupted):  # noqa: F811
-    pool.run(train_and_see, RANKS, half(text, "half"))
+    pool.run(train_and_see, 4, half(text, "half"))
     for (step, what), value in curve(uninterrupted).items():
         if what == "loss":
             assert curve(text / "half")[step, what] == pytest.approx(value, rel=0.03)
     assert curve(text / "half")[STEPS, "loss"] < 0.9 * curve(text / "half")[1, "loss"]
-    pool.run(train_and_see, RANKS, half(text, "half stopped"), 2)
-    pool.run(train_and_see, RANKS, half(text, "half stopped"))
+    pool.run(train_and_see, 4, half(text, "half stopped"), 2)
+    pool.run(train_and_see, 4, half(text, "half stopped"))
     assert curve(text / "half stopped") == curve(text / "half")
     assert equal(weights(text / "half stopped"), weights(text / "half"))
     assert {weight.dtype for weight in weights(text / "half").values()} == {torch.bfloat16}
@@ -154,14 +154,14 @@ def test_a_run_in_bfloat16_goes_on_bit_for_bit_and_is_saved_in_it(pool, text, un
 
 def test_a_run_that_lost_its_newest_checkpoint_goes_on_from_the_one_before_and_says_so(pool, text, uninterrupted):  # noqa: F811
     damaged = config(text, "damaged")
-    pool.run(train_and_see, RANKS, damaged, 3)
+    pool.run(train_and_see, 4, damaged, 3)
     run = text / "damaged"
-    shard = run / "checkpoints" / "step_00000004" / "rank_00001.safetensors"
+    shard = run / "checkpoints" / "step_00000004" / "rank_00002.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
     with (run / "metrics.jsonl").open("a") as file:
         file.write('{"step": 5, "lo')  # a line cut by a crash
-    (_, _, lines), *_ = pool.run(train_and_see, RANKS, damaged)
-    assert any("skipped" in line and "step_00000004/rank_00001.safetensors" in line for line in lines)
+    (_, _, lines), *_ = pool.run(train_and_see, 4, damaged)
+    assert any("skipped" in line and "step_00000004/rank_00002.safetensors" in line for line in lines)
     assert any(line.startswith("resuming after step 2 from") for line in lines)
     assert curve(run) == curve(uninterrupted)
     assert equal(weights(run), weights(uninterrupted))
@@ -204,9 +204,9 @@ def test_a_run_with_split_heads_goes_on_whole(pool, text, uninterrupted):  # noq
 @pytest.mark.long
 def test_another_batch_size_takes_up_the_data_where_it_was(pool, text):  # noqa: F811
     first = config(text, "batch", steps=2, optimizer=OPTIMIZER | {"batch_size": 3})
-    pool.run(train_and_see, RANKS, first)
-    positions = pool.run(positions_after_resume, RANKS, config(text, "batch", steps=4))
-    assert positions == [[[6], [7]]] * RANKS  # six sequences were taken; then one per step
+    pool.run(train_and_see, 4, first)
+    positions = pool.run(positions_after_resume, 4, config(text, "batch", steps=4))
+    assert positions == [[[6], [7]]] * 4  # six sequences were taken; then one per step
 
 
 def positions_after_resume(mesh, config):
@@ -235,30 +235,30 @@ def positions_after_resume(mesh, config):
     ],
 )
 def test_what_cannot_go_on_is_refused_on_all_ranks(pool, text, uninterrupted, changes, error, message):  # noqa: F811
-    outcomes = pool.outcomes(train_and_see, RANKS, config(text, "uninterrupted", **changes))
+    outcomes = pool.outcomes(train_and_see, 4, config(text, "uninterrupted", **changes))
     assert all(isinstance(outcome, error) and message in str(outcome) for outcome in outcomes), outcomes
 
 
 def test_no_valid_checkpoint_is_refused_and_not_begun_anew(pool, text):  # noqa: F811
     hopeless = config(text, "hopeless")
-    pool.run(train_and_see, RANKS, hopeless, 1)
+    pool.run(train_and_see, 4, hopeless, 1)
     for manifest in (text / "hopeless" / "checkpoints").glob("*/manifest.json"):
         manifest.write_text("{}")
-    outcomes = pool.outcomes(train_and_see, RANKS, hopeless)
+    outcomes = pool.outcomes(train_and_see, 4, hopeless)
     assert all(isinstance(outcome, CheckpointError) for outcome in outcomes), outcomes
     assert all("is not a manifest of ringspan" in str(outcome) for outcome in outcomes)
 
 
 def test_more_steps_go_on_from_a_finished_run(pool, text):  # noqa: F811
-    pool.run(train_and_see, RANKS, config(text, "longer", steps=2))
-    (steps, _, lines), *_ = pool.run(train_and_see, RANKS, config(text, "longer", steps=3))
+    pool.run(train_and_see, 4, config(text, "longer", steps=2))
+    (steps, _, lines), *_ = pool.run(train_and_see, 4, config(text, "longer", steps=3))
     assert steps == 3 and "steps = 3 (was 2)" in lines
     assert [step for step, name in curve(text / "longer") if name == "loss"] == [1, 2, 3]
 
 
 def test_fewer_steps_than_it_has_come_to_are_refused(pool, text):  # noqa: F811
-    pool.run(train_and_see, RANKS, config(text, "fewer"), 3)
-    for outcome in pool.outcomes(train_and_see, RANKS, config(text, "fewer", steps=2)):
+    pool.run(train_and_see, 4, config(text, "fewer"), 3)
+    for outcome in pool.outcomes(train_and_see, 4, config(text, "fewer", steps=2)):
         assert isinstance(outcome, ConfigError) and "has come to step 4, beyond steps = 2" in str(outcome)
 
 
@@ -268,8 +268,8 @@ def eval_loss_at_the_end(mesh, config):
 
 @pytest.mark.long
 def test_a_run_that_was_stopped_at_its_last_step_is_evaluated_there(pool, text):  # noqa: F811
-    pool.run(train_and_see, RANKS, config(text, "late", evaluation={"every_steps": 3}), 3)
-    losses = pool.run(eval_loss_at_the_end, RANKS, config(text, "late", steps=4, evaluation={"every_steps": 3}))
+    pool.run(train_and_see, 4, config(text, "late", evaluation={"every_steps": 3}), 3)
+    losses = pool.run(eval_loss_at_the_end, 4, config(text, "late", steps=4, evaluation={"every_steps": 3}))
     found = {step: value for (step, name), value in curve(text / "late").items() if name == "eval_loss"}
     assert sorted(found) == [3, 4] and losses == [found[4]] * 4 and found[3] != found[4]
 
@@ -277,7 +277,7 @@ def test_a_run_that_was_stopped_at_its_last_step_is_evaluated_there(pool, text):
 @pytest.mark.parametrize(("name", "mesh"), [("the same", {}), *long(("heads over 2", {"tp": 2}))])
 def test_moments_on_the_host_go_on_too(pool, text, uninterrupted, name, mesh):  # noqa: F811
     on_host = OPTIMIZER | {"on_host": True}
-    pool.run(train_and_see, RANKS, config(text, f"on host, {name}", optimizer=on_host), 2)
-    pool.run(train_and_see, RANKS, config(text, f"on host, {name}", optimizer=on_host, mesh=mesh))
+    pool.run(train_and_see, 4, config(text, f"on host, {name}", optimizer=on_host), 2)
+    pool.run(train_and_see, 4, config(text, f"on host, {name}", optimizer=on_host, mesh=mesh))
     for step, loss in curve(uninterrupted).items():
         assert curve(text / f"on host, {name}")[step] == pytest.approx(loss, rel=1e-4), step
