@@ -95,13 +95,19 @@ class Pool:
 
     def _stacks(self) -> str:
         """Where each rank is, as Python's fault handler writes it when it gets the signal."""
-        for process in self._processes:
-            if process.is_alive() and process.pid:
-                os.kill(process.pid, signal.SIGUSR2)
-        time.sleep(0.5)
+        files = [Path(f"{self._store}-{rank}") for rank in range(self.size)]
+        alive = [
+            (process.pid, file) for process, file in zip(self._processes, files, strict=True) if process.is_alive()
+        ]
+        for pid, file in alive:
+            os.truncate(file, 0)
+            os.kill(pid or 0, signal.SIGUSR2)
+        deadline = time.monotonic() + 5
+        while not all(file.stat().st_size for _, file in alive) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(0.1)  # to the end of what they write
         return "\n".join(
-            f"rank {rank}: {Path(f'{self._store}-{rank}').read_text() or 'ended, or in no Python code'}"
-            for rank in range(self.size)
+            f"rank {rank}: {file.read_text() or 'ended, or in no Python code'}" for rank, file in enumerate(files)
         )
 
     def restart(self) -> None:
@@ -119,7 +125,7 @@ class Pool:
 
 def _serve(rank: int, pipe: Connection, store: str, size: int, launched: bool, timeout_seconds: int) -> None:
     settle()
-    stacks = open(f"{store}-{rank}", "w")  # noqa: SIM115 - for as long as the process lives
+    stacks = open(f"{store}-{rank}", "a")  # noqa: SIM115 - for as long as the process lives
     faulthandler.register(signal.SIGUSR2, file=stacks)
     if launched:
         sizes = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "RANK": rank, "LOCAL_RANK": rank}

@@ -7,14 +7,13 @@ import pytest
 
 def sleep_on_rank_1(mesh):
     if mesh.get_rank() == 1:
-        time.sleep(3)
+        time.sleep(4)
 
 
 def test_a_test_that_runs_out_of_time_says_which_rank_waited_where(pool, monkeypatch):
     monkeypatch.setattr(pool, "_timeout", 1)
     monkeypatch.setattr(pool, "restart", lambda: None)
-    with pytest.raises(
-        TimeoutError, match=r"rank 1 did not answer within 1 s.*\n(.*\n)*rank 1: (.*\n)*.*sleep_on_rank_1"
-    ):
+    with pytest.raises(TimeoutError, match="rank 1 did not answer within 1 s") as raised:
         pool.run(sleep_on_rank_1, 2)
     assert pool._pipes[1].recv() is None  # late, and not the answer of the next test
+    assert "sleep_on_rank_1" in str(raised.value).partition("rank 1: ")[2].partition("rank 2: ")[0]
