@@ -96,12 +96,11 @@ class Pool:
     def _stacks(self) -> str:
         """Where each rank is, as Python's fault handler writes it when it gets the signal."""
         files = [Path(f"{self._store}-{rank}") for rank in range(self.size)]
-        alive = [
-            (process.pid, file) for process, file in zip(self._processes, files, strict=True) if process.is_alive()
-        ]
+        ranks = zip(self._processes, files, strict=True)
+        alive = [(process.pid, file) for process, file in ranks if process.is_alive() and process.pid]
         for pid, file in alive:
             os.truncate(file, 0)
-            os.kill(pid or 0, signal.SIGUSR2)
+            os.kill(pid, signal.SIGUSR2)
         deadline = time.monotonic() + 5
         while not all(file.stat().st_size for _, file in alive) and time.monotonic() < deadline:
             time.sleep(0.1)
