@@ -37,7 +37,7 @@ demo: $(STAMP) ## show exact ring attention at work on this machine
 	$(BIN)/ringspan demo $(ARGS)
 
 # Three steps (tests/tiers.py): what one process computes; what needs ranks or models, of which one worker has all that
-# needs the pool; what waits for processes by the clock, alone. With a process for each core, threads of PyTorch would only
+# needs the pool; what fails when others take its time, alone. With a process for each core, threads of PyTorch would only
 # wait for each other. More than four workers would not help: one has the longest part.
 WORKERS := --numprocesses=logical --maxprocesses=4 --dist=loadgroup
 PLAIN := -m "not alone and not seeded and not long"
@@ -50,7 +50,7 @@ else
 	@echo "make test, step 2 of 3: what needs ranks or models (about ten minutes)"
 	OMP_NUM_THREADS=1 $(BIN)/pytest --tier b $(PLAIN) $(WORKERS)
 	@echo "make test, step 3 of 3: what must run alone (a minute)"
-	$(BIN)/pytest -m alone $$(grep -rl "mark\.alone" tests --include="test_*.py")
+	$(BIN)/pytest -m "alone and not long" $$(grep -rl "mark\.alone" tests --include="test_*.py")
 endif
 
 everything: $(STAMP) ## run what the tests leave out, one target after the other, and write what each saw to build/everything.md (hours)
@@ -83,7 +83,12 @@ fuzz: $(STAMP) ## run the property tests with 25 times as many, and new, random 
 	RINGSPAN_FUZZ=$${RINGSPAN_FUZZ:-25} $(BIN)/pytest -m hypothesis --timeout=7200 $(ARGS)
 
 long: $(STAMP) ## run what the tests leave out: more cases of models, trainers and commands, prompts of 5,000 tokens
+ifdef ARGS
 	OMP_NUM_THREADS=1 $(BIN)/pytest -m long --timeout=900 $(WORKERS) $(ARGS)
+else
+	OMP_NUM_THREADS=1 $(BIN)/pytest -m "long and not alone" --timeout=900 $(WORKERS)
+	$(BIN)/pytest -m "long and alone" --timeout=900
+endif
 
 faults: $(STAMP) ## strike real jobs with kills, signals and damage (ARGS="kill save"); leave the machine alone meanwhile
 	$(BIN)/python -m tests.faults.run $(ARGS)

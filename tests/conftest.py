@@ -67,10 +67,11 @@ def pytest_runtest_setup() -> None:
     torch.manual_seed(0)  # a test draws the same numbers whichever ran before it
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in a hook of this name
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:  # one worker runs all that needs the pool, so that there is one pool
-        uses_pool = "pool" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("pool" if uses_pool else item.nodeid.partition("::")[0]))
+    for item in items:  # one worker runs all that needs the pool, one what needs trainers' worlds: there is one of each
+        shared = {"pool", "world"} & set(getattr(item, "fixturenames", ()))
+        item.add_marker(pytest.mark.xdist_group(shared.pop() if shared else item.nodeid.partition("::")[0]))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

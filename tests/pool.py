@@ -62,6 +62,8 @@ class Pool:
             theirs.close()
             self._pipes.append(ours)
             self._processes.append(process)
+        for pipe in self._pipes:  # on a busy machine minutes, which are none of a test's
+            pipe.recv()
 
     def outcomes(
         self, function: Callable[..., Any], ranks: int, *args: Any, replicate: int = 1, tp: int = 1
@@ -69,9 +71,9 @@ class Pool:
         """What each rank returned, or the exception that it raised."""
         for pipe in self._pipes[:ranks]:
             pipe.send((function, (ranks, replicate, tp), args))
-        results = []
+        results, deadline = [], time.monotonic() + self._timeout  # of all ranks, so that it is before pytest's own
         for rank, pipe in enumerate(self._pipes[:ranks]):
-            if not pipe.poll(self._timeout):
+            if not pipe.poll(max(0.0, deadline - time.monotonic())):
                 stacks = self._stacks()
                 self.restart()
                 raise TimeoutError(f"rank {rank} did not answer within {self._timeout} s; they waited here:\n{stacks}")
@@ -93,13 +95,18 @@ class Pool:
 
     def _stacks(self) -> str:
         """Where each rank is, as Python's fault handler writes it when it gets the signal."""
-        for process in self._processes:
-            if process.is_alive() and process.pid:
-                os.kill(process.pid, signal.SIGUSR2)
-        time.sleep(0.5)
+        files = [Path(f"{self._store}-{rank}") for rank in range(self.size)]
+        ranks = zip(self._processes, files, strict=True)
+        alive = [(process.pid, file) for process, file in ranks if process.is_alive() and process.pid]
+        for pid, file in alive:
+            os.truncate(file, 0)
+            os.kill(pid, signal.SIGUSR2)
+        deadline = time.monotonic() + 5
+        while not all(file.stat().st_size for _, file in alive) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(0.1)  # to the end of what they write
         return "\n".join(
-            f"rank {rank}: {Path(f'{self._store}-{rank}').read_text() or 'ended, or in no Python code'}"
-            for rank in range(self.size)
+            f"rank {rank}: {file.read_text() or 'ended, or in no Python code'}" for rank, file in enumerate(files)
         )
 
     def restart(self) -> None:
@@ -117,7 +124,7 @@ class Pool:
 
 def _serve(rank: int, pipe: Connection, store: str, size: int, launched: bool, timeout_seconds: int) -> None:
     settle()
-    stacks = open(f"{store}-{rank}", "w")  # noqa: SIM115 - for as long as the process lives
+    stacks = open(f"{store}-{rank}", "a")  # noqa: SIM115 - for as long as the process lives
     faulthandler.register(signal.SIGUSR2, file=stacks)
     if launched:
         sizes = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "RANK": rank, "LOCAL_RANK": rank}
@@ -140,6 +147,7 @@ def _serve(rank: int, pipe: Connection, store: str, size: int, launched: bool, t
         for tp in range(1, ranks + 1)
         if ranks % (replicate * tp) == 0
     }
+    pipe.send("ready")
     while True:
         try:
             function, shape, args = pipe.recv()

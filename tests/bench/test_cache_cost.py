@@ -7,6 +7,7 @@ from benchmarks.cache_cost import CacheCase, run
 from tests.cli.commands.test_generate import BOOK, save_model, save_tokenizer
 
 
+@pytest.mark.long
 def test_the_loss_over_each_cache_is_measured(tmp_path):
     save_tokenizer(tmp_path)
     save_model(tmp_path, max_position_embeddings=600)

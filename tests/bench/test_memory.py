@@ -1,18 +1,15 @@
-"""``benchmarks.memory``: a step's bytes by category against formulas, and their picture."""
+"""``benchmarks.memory``: a step's bytes by category against formulas."""
 
-import numpy as np
-import pytest
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
-from benchmarks.category_picture import category_picture
 from benchmarks.memory import step_bytes
 from tests.torch.models import build, tokens
 
 
 def bytes_of_a_step(mesh: DeviceMesh, chunk: int) -> dict[str, int]:
     model = rs.parallelize(build("llama", vocab_size=4096), mesh, loss_chunk_tokens=chunk)
-    ids = tokens(1, 1024)
+    ids = tokens(1, 512)
     counted = step_bytes(model, rs.shard_batch({"input_ids": ids, "labels": ids}, mesh))
     return counted | {"elements": sum(p.numel() for p in model.parameters())}
 
@@ -23,18 +20,6 @@ def test_the_categories_of_a_step(pool):
         for category, times in (("parameters", 1), ("gradients", 1), ("optimizer", 2)):
             assert whole[category] == chunked[category]
             assert abs(whole[category] / (times * share) - 1) < 0.02
-        logits = 512 * 4096 * 4
+        logits = 256 * 4096 * 4
         assert whole["temporaries"] - chunked["temporaries"] > 0.5 * logits
         assert whole["communication"] > 0 and whole["activations"] > 0
-
-
-def test_the_picture_is_to_scale():
-    row = {"ring": 2, "tokens_per_rank": 64, "checkpoint": "full", "variant": "plain"}
-    picture = category_picture(
-        [row | {"bytes": {"activations": 300, "parameters": 100}}, row | {"bytes": {"activations": 100}}]
-    )
-    assert picture is not None
-    patches = [patch for patch in picture.axes[0].patches if (patch.get_gid() or "").startswith("bar|")]
-    bars = [(patch.get_gid()[4:].split(":")[0], float(np.ptp(patch.get_path().vertices[:, 0]))) for patch in patches]
-    assert [name for name, _ in bars] == ["activations", "parameters", "activations"]
-    assert bars[0][1] == pytest.approx(3 * bars[1][1], rel=1e-2) == pytest.approx(3 * bars[2][1], rel=1e-2)

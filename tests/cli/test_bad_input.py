@@ -41,17 +41,26 @@ def workplace(tmp_path):
     return tmp_path
 
 
-def refusal(monkeypatch, capsys, *arguments):
-    """The one line that is printed, after the one that says that ranks are started where only they can know."""
+def ended(monkeypatch, capsys, *arguments, code):
+    """What a command writes to the standard output and the standard error in this process, with its exit code."""
     monkeypatch.setattr(sys, "argv", ["ringspan", *map(str, arguments)])
     with pytest.raises(SystemExit) as exit_:
         main()
-    printed = capsys.readouterr()
-    assert exit_.value.code == 2
-    assert printed.out == ""
-    lines = printed.err.strip().splitlines()
-    assert lines[-1].startswith("ringspan: "), printed.err
-    assert not lines[:-1] or re.fullmatch(r"starting \d ranks?", *lines[:-1]), printed.err
+    assert exit_.value.code == code
+    return capsys.readouterr()
+
+
+def printed(monkeypatch, capsys, *arguments, code=0):
+    return ended(monkeypatch, capsys, *arguments, code=code).out
+
+
+def refusal(monkeypatch, capsys, *arguments):
+    """The one line that is printed, after the one that says that ranks are started where only they can know."""
+    out, err = ended(monkeypatch, capsys, *arguments, code=2)
+    assert out == ""
+    lines = err.strip().splitlines()
+    assert lines[-1].startswith("ringspan: "), err
+    assert not lines[:-1] or re.fullmatch(r"starting \d ranks?", *lines[:-1]), err
     return lines[-1]
 
 
@@ -232,26 +241,22 @@ def test_a_place_that_cannot_be_written_is_refused_at_once(monkeypatch, capsys, 
     assert "config.toml is a file" in said or "is a folder; give the name of a file in it" in said
 
 
+COMMANDS = "train", "demo", "bench", "plan", "profile", "doctor", "rehearse", "export", "generate", "eval"
+
+
 @pytest.mark.parametrize(
-    "command",
-    [
-        [],
-        ["train"],
-        ["demo"],
-        ["bench"],
-        ["bench", "attention"],
-        ["bench", "ring"],
-        ["bench", "step"],
-    ],
+    "command", [[], *([name] for name in COMMANDS), *(["bench", name] for name in ("attention", "ring", "step"))]
 )
 def test_help_is_there_with_an_example(monkeypatch, capsys, command):
-    monkeypatch.setattr(sys, "argv", ["ringspan", *command, "--help"])
-    with pytest.raises(SystemExit) as exit_:
-        main()
-    assert exit_.value.code == 0
-    printed = capsys.readouterr().out
-    assert "Usage" in printed
-    assert "Example" in printed or command in ([], ["bench"])
+    said = printed(monkeypatch, capsys, *command, "--help")
+    assert "Usage" in said and ("Example" in said or command in ([], ["bench"]))
+
+
+@pytest.mark.parametrize("command", ["doctor", "profile"])
+def test_ranks_are_not_started_under_torchrun(monkeypatch, capsys, command):
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")):
+        monkeypatch.setenv(name, value)
+    assert "under torchrun" in refusal(monkeypatch, capsys, command, "--ranks", "2")
 
 
 @pytest.mark.parametrize("command", [["nosuch"], ["bench", "nosuch"]])

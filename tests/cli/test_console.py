@@ -21,6 +21,7 @@ from ringspan.measure.trace import rehearsal
 from ringspan.plan import planner
 from ringspan.torch.runtime import launch
 from ringspan.train.metrics import StepMetrics
+from tests.cli.test_bad_input import ended
 from tests.surface import MODEL
 
 
@@ -41,13 +42,8 @@ def test_an_interrupt_ends_in_one_line(monkeypatch, capsys, module, name, argume
         raise KeyboardInterrupt
 
     monkeypatch.setattr(module, name, interrupted)
-    monkeypatch.setattr(sys, "argv", ["ringspan", *arguments, *json_option])
-    with pytest.raises(SystemExit) as exit_:
-        main()
-    printed = capsys.readouterr()
-    assert (exit_.value.code, printed.out) == (130, "")
-    assert printed.err.splitlines()[-1] == "ringspan: interrupted"
-    assert "Traceback" not in printed.err
+    out, err = ended(monkeypatch, capsys, *arguments, *json_option, code=130)
+    assert out == "" and err.splitlines()[-1] == "ringspan: interrupted" and "Traceback" not in err
 
 
 def shown(capsys, monkeypatch, columns, show):
@@ -76,12 +72,9 @@ def test_a_number_and_its_unit_stay_together(capsys, monkeypatch):
 
 
 def test_json_has_standard_output_for_itself(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["ringspan", "plan", "--json", "--device", "a100"])
-    with pytest.raises(SystemExit):
-        main()
-    printed = capsys.readouterr()
-    assert printed.err == "" and len(printed.out.splitlines()) == 1
-    assert "is taken as" in json.loads(printed.out)["reasons"][-1]
+    out, err = ended(monkeypatch, capsys, "plan", "--json", "--device", "a100", code=0)
+    assert err == "" and len(out.splitlines()) == 1
+    assert "is taken as" in json.loads(out)["reasons"][-1]
 
 
 METRICS = StepMetrics(
@@ -132,11 +125,8 @@ def test_who_reads_no_more_is_told_nothing(arguments):
 )
 def test_a_command_that_fails_ends_in_one_line(monkeypatch, capsys, error, code, said):
     monkeypatch.setattr(planner, "make_plan", mock.Mock(side_effect=error))
-    monkeypatch.setattr(sys, "argv", ["ringspan", "plan"])
-    with pytest.raises(SystemExit) as exit_:
-        main()
-    printed = capsys.readouterr()
-    assert (exit_.value.code, printed.out, printed.err.count("\n")) == (code, "", 1) and said in printed.err
+    out, err = ended(monkeypatch, capsys, "plan", code=code)
+    assert (out, err.count("\n")) == ("", 1) and said in err
 
 
 def test_a_terminal_of_another_encoding_shows_what_it_can(monkeypatch):
@@ -176,12 +166,9 @@ def test_what_a_command_does_is_a_status_on_a_terminal_and_lines_elsewhere(monke
 def test_a_rehearsal_says_in_a_pipe_what_it_does(monkeypatch, capsys, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     options = ["rehearse", "--devices", "2", "--model", str(tmp_path), "--length", "128", "--json"]
-    monkeypatch.setattr(sys, "argv", ["ringspan", *options])
-    with pytest.raises(SystemExit) as exit_:
-        main()
-    printed = capsys.readouterr()
-    assert exit_.value.code == 0 and len(printed.out.splitlines()) == 1
-    assert printed.err.startswith("rehearsing rank 0: building the model\nmemory: step 1 of 2\n")
+    out, err = ended(monkeypatch, capsys, *options, code=0)
+    assert len(out.splitlines()) == 1
+    assert err.startswith("rehearsing rank 0: building the model\nmemory: step 1 of 2\n")
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -192,10 +179,7 @@ def test_a_rank_that_is_profiled_says_in_a_pipe_what_it_does(monkeypatch, capsys
 
     monkeypatch.setattr(Console, "is_terminal", is_terminal)
     monkeypatch.setattr(launch, "launch", launched)
-    monkeypatch.setattr(sys, "argv", ["ringspan", "profile", "--model", "qwen3-0.6b", "--length", "64"])
-    with pytest.raises(SystemExit):
-        main()
-    said = capsys.readouterr().err
+    said = ended(monkeypatch, capsys, "profile", "--model", "qwen3-0.6b", "--length", "64", code=130).err
     lines = "running three steps of qwen3-0.6b on 2 ranks\nstep 1 of 3\nringspan: interrupted\n"
     assert (said == lines) == (not is_terminal) and ("step 1" in said) == (not is_terminal)
 

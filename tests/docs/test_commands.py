@@ -13,8 +13,8 @@ import pytest
 import typer
 
 from ringspan.cli.main import app
-from tests.docs.commands import TABLE, Command, arguments, commands, commands_of, reader
-from tests.docs.pages import ROOT, Block, pages, without_blocks
+from tests.docs.commands import TABLE, Command, arguments, commands, reader
+from tests.docs.pages import ROOT, pages, without_blocks
 
 ALL = list(commands())
 RUN = {shlex.join(arguments(each)): each for each in reversed(ALL) if each.row and not each.row.why_not}
@@ -105,22 +105,6 @@ def test_every_command_of_ringspan_parses():
     assert [(place, words, why) for place, words in found if (why := problem(words))] == []
 
 
-@pytest.mark.parametrize(
-    ("line", "why"),
-    [
-        ("ringspan plan --devices 8 --batch 4 --json", None),
-        ("torchrun --nnodes 2 ... -m ringspan train a.toml steps=3", None),
-        ("ringspan plan --device-count 8", "plan: No such option"),
-        ("ringspan explain", "ringspan has no command"),
-        ("ringspan plan --devices many", "plan: "),
-    ],
-)
-def test_a_stale_command_is_found(line: str, why: str | None):
-    (command,) = commands_of(Block(ROOT / "README.md", 1, "", line))
-    result = problem(shlex.split(command.program)[1:])
-    assert result is None if why is None else str(result).startswith(why)
-
-
 def missing(command: str) -> str | None:
     """What a command in a sentence names and is not there: a target, a module, a file, an option of ``ringspan``."""
     match shlex.split(command):
@@ -149,19 +133,3 @@ def test_what_a_command_in_a_sentence_names_is_there():
     }
     assert len(found) > 80
     assert [(page, code, what) for page, code in sorted(found) if (what := missing(code))] == []
-
-
-@pytest.mark.parametrize(
-    ("command", "what"),
-    [
-        ("make nothing", "nothing"),
-        ("python -m benchmarks.nothing", "benchmarks.nothing"),
-        ("python benchmarks/nothing.py FOLDER", "benchmarks/nothing.py"),
-        ("ringspan explain --all", "explain"),
-        ("ringspan bench step --lenght 3", "--lenght"),
-        ("ringspan bench step --length 3", None),
-        ("make test ARGS=...", None),
-    ],
-)
-def test_what_is_not_there_is_found(command: str, what: str | None):
-    assert missing(command) == what

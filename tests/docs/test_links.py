@@ -1,11 +1,11 @@
-"""Links between pages and to files of the repository lead somewhere on GitHub; building the site checks its own."""
+"""Links lead somewhere on GitHub, and to every page in two clicks; building the site checks its own."""
 
 import re
 from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import ROOT, anchors, pages, prose
+from tests.docs.pages import DOCS, ROOT, anchors, pages, prose
 
 
 def broken(page: Path) -> list[str]:
@@ -34,3 +34,22 @@ def test_what_leads_nowhere_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyP
         "# A `heading` of [two](page.md)\n[x](other.md) [y](#a-heading) [z](#a-heading-of-two) `[no](link)`\n"
     )
     assert broken(page) == ["other.md", "#a-heading"]
+
+
+def linked(page: Path, contents: bool = True) -> set[Path]:
+    """Pages that a page leads to, by its links and by its tables of contents, which only the site shows."""
+    targets = re.findall(r"\]\(([^)\s#]+\.md)[^)]*\)", prose(page))
+    for table in re.findall(r"```{toctree}\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL) if contents else ():
+        targets += [f"{line}.md" for line in table.splitlines() if line and not line.startswith(":")]
+    found = {(page.parent / target).resolve() for target in targets}
+    return {each for each in found if each.is_relative_to(DOCS) and each.exists()}
+
+
+def within_two_clicks(start: Path, contents: bool) -> set[Path]:
+    first = linked(start, contents)
+    return {start, *first, *(page for each in first for page in linked(each, contents))}
+
+
+@pytest.mark.parametrize(("start", "contents"), [("docs/index.md", True), ("README.md", False)])
+def test_every_page_is_within_two_clicks(start: str, contents: bool):
+    assert set(DOCS.rglob("*.md")) - within_two_clicks(ROOT / start, contents) == set()

@@ -36,22 +36,6 @@ def test_every_model_that_runs_is_exact_and_none_fails():
     assert all(is_exact(outcome) and "failed" not in outcome for outcome in outcomes)
 
 
-def test_every_model_that_runs_was_asked_to_generate():
-    rows = [row for row in FACTS["rows"] if "error" in row.get("sequence", {})]
-    refused = {row["kind"]: row[GENERATION]["refused"] for row in rows if "error" not in row[GENERATION]}
-    assert sorted(kind for kind in refused if not kind.endswith(MULTIMODAL)) == [
-        "bloom", "minimax", "moshi", "mpt", "openai-gpt", "zamba",
-    ]  # fmt: skip
-    others = {kind: reason for kind, reason in refused.items() if kind.endswith(MULTIMODAL)}
-    assert "needs token_type_ids" in others.pop("paligemma:multimodal")
-    assert len(others) == 2 and all(reason.startswith("not on one process either") for reason in others.values())
-    assert all("has ALiBi" in refused[kind] for kind in ("bloom", "mpt"))
-    assert "keeps no cache" in refused["openai-gpt"]
-    assert "cache of its own" in refused["minimax"]
-    assert "scans its heads one after the other" in refused["zamba"]
-    assert "a layer sees" in refused["moshi"], "the window in its config is not in its mask"
-
-
 def test_every_type_is_there_and_each_that_sees_on_a_ring_was_given_images():
     assert [row["kind"] for row in FACTS["rows"]] == sorted(KINDS)
     seen = {row["kind"].removesuffix(MULTIMODAL) for row in FACTS["rows"] if "error" in row.get(IMAGES, {})}

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -31,7 +33,6 @@ def ran(name: str, folder: Path, *options: str) -> str:
     return run.stdout
 
 
-@pytest.mark.long
 def test_a_question_behind_a_video_is_answered_from_an_early_frame(tmp_path):
     out = ran("video/moving_shapes", tmp_path, "--output", str(tmp_path / "out"), "--frames", "8", "--steps", "45")
     found = re.search(r"loss (\S+) -> (\S+); (\d+)% of 64 new videos .* within (\S+) of one process", out)
@@ -41,7 +42,6 @@ def test_a_question_behind_a_video_is_answered_from_an_early_frame(tmp_path):
     assert (tmp_path / "out" / "config.json").is_file()
 
 
-@pytest.mark.long
 def test_a_diffusion_transformer_has_the_gradients_of_one_process(tmp_path):
     pytest.importorskip("diffusers")
     found = re.search(r"loss (\S+) -> (\S+); gradients within (\S+) of", ran("diffusion", tmp_path, "--steps", "20"))
@@ -50,10 +50,7 @@ def test_a_diffusion_transformer_has_the_gradients_of_one_process(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "needs", "written"),
-    [
-        ("lora", "peft", "adapter_config.json"),
-        pytest.param("lightning_trainer", "lightning", "model/config.json", marks=pytest.mark.long),
-    ],
+    [("lora", "peft", "adapter_config.json"), ("lightning_trainer", "lightning", "model/config.json")],
 )
 def test_an_example_learns_what_it_says(tmp_path, name, needs, written):
     pytest.importorskip(needs)

@@ -8,7 +8,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,7 +42,7 @@ class Row:
             self.failures.append(why)
 
 
-def spread(values: list[float]) -> dict[str, float]:
+def spread(values: Sequence[float]) -> dict[str, float]:
     """Median and largest, in seconds."""
     return {"median": round(statistics.median(values), 3), "largest": round(max(values), 3)} if values else {}
 
@@ -62,37 +62,18 @@ def kill(parent: Path, times: int, seed: int = 0) -> Row:
         fault="kill -9 of a random rank",
         promise="survivors end within 1 s, naming rank, step and hop; losses bit-equal; next step within 15 s",
     )
-    generator, steps = random.Random(seed), 20 * times + 40
+    generator, steps, seen = random.Random(seed), 20 * times + 40, []
     expected = uninterrupted(parent, steps).curve()
     job = Job(parent, "kill", steps=steps, max_restarts=times).start()
-    ends, nexts, num_named = [], [], 0
     try:
         for attempt in range(times):
-            pids = [job.pid(rank, attempt) for rank in range(job.nproc)]
-            from_step = job.newest()
-            job.until(lambda s=from_step: job.last_step() >= s + 6, 120, "progress")
-            time.sleep(generator.random() * 0.3)
-            culprit = generator.randrange(job.nproc)
-            before, struck = len(job.text()), time.monotonic()
-            os.kill(pids[culprit], signal.SIGKILL)
-            others = [pid for rank, pid in enumerate(pids) if rank != culprit]
-            job.until(lambda o=others: not any(map(is_running, o)), 60, "end of the survivors")
-            ended = time.monotonic() - struck
-            said = [line for line in job.text()[before:].splitlines() if f"rank {culprit} died at step" in line]
-            named = len(said) == len(others) and all("hop" in line and "exit code 77" in line for line in said)
-            num_named += named
-            job.pid(0, attempt + 1)
-            stands = job.last_step()
-            job.until(lambda s=stands: 0 < job.last_step() != s, 120, "next step")
-            came = time.monotonic() - struck
-            ends.append(ended)
-            nexts.append(came)
-            row.count(named and ended <= 1 and came <= 15, f"named {said}, ended {ended:.2f} s, next step {came:.1f} s")
+            seen.append(kill_rank(job, attempt, row, generator))
         code = job.wait(600)
     finally:
         job.end()
+    named, ends, nexts = zip(*seen, strict=True)
     row.figures = {
-        "named": num_named,
+        "named": sum(named),
         "survivors_gone_seconds": spread(ends),
         "next_step_seconds": spread(nexts),
         "exit_code": code,
@@ -100,6 +81,32 @@ def kill(parent: Path, times: int, seed: int = 0) -> Row:
         "steps": steps,
     }
     return row
+
+
+def kill_rank(job: Job, attempt: int, row: Row, generator: random.Random) -> tuple[bool, float, float]:
+    """SIGKILL a random rank; return True if all others name it, and seconds to their end and to the next step."""
+    pids, culprit = _running(job, attempt, generator)
+    before, struck = len(job.text()), time.monotonic()
+    os.kill(pids.pop(culprit), signal.SIGKILL)
+    job.until(lambda: not any(map(is_running, pids)), 60, "end of the survivors")
+    ended = time.monotonic() - struck
+    said = [line for line in job.text()[before:].splitlines() if f"rank {culprit} died at step" in line]
+    named = len(said) == len(pids) and all("hop" in line and "exit code 77" in line for line in said)
+    job.pid(0, attempt + 1)
+    stands = job.last_step()
+    job.until(lambda: 0 < job.last_step() != stands, 120, "next step")
+    came = time.monotonic() - struck
+    row.count(named and ended <= 1 and came <= 15, f"named {said}, ended {ended:.2f} s, next step {came:.1f} s")
+    return named, ended, came
+
+
+def _running(job: Job, attempt: int, generator: random.Random) -> tuple[list[int], int]:
+    """Wait for a random instant some steps after a checkpoint; return the processes and a random rank."""
+    pids = [job.pid(rank, attempt) for rank in range(job.nproc)]
+    from_step = job.newest()
+    job.until(lambda: job.last_step() >= from_step + 7, 120, "progress")
+    time.sleep(generator.random() * 0.3)
+    return pids, generator.randrange(job.nproc)
 
 
 _SILENT = "silent, stopped or cut off"
@@ -110,39 +117,39 @@ def stop(parent: Path, times: int, seed: int = 0) -> Row:
     row = Row(
         fault="SIGSTOP of a random rank", promise="culprit named by all within the time-out + 1 s; the job goes on"
     )
-    generator, steps, timeout = random.Random(seed), 20 * times + 40, 3.0
+    generator, steps, timeout, seen = random.Random(seed), 20 * times + 40, 3.0, []
     expected = uninterrupted(parent, steps).curve()
     job = Job(parent, "stop", steps=steps, max_restarts=times, min_seconds=timeout).start()
-    named_after, num_named = [], 0
     try:
         for attempt in range(times):
-            pids = [job.pid(rank, attempt) for rank in range(job.nproc)]
-            from_step = job.newest()
-            job.until(lambda s=from_step: job.last_step() >= s + 7, 120, "progress")
-            time.sleep(generator.random() * 0.3)
-            allowed = max(timeout, 10 * statistics.median(line["seconds"] for line in job.lines()[-6:]))
-            culprit = generator.randrange(job.nproc)
-            before, struck = len(job.text()), time.monotonic()
-            os.kill(pids[culprit], signal.SIGSTOP)
-            job.until(lambda b=before: _SILENT in job.text()[b:], 90, "word of who is missing")
-            named = time.monotonic() - struck
-            line = next(line for line in job.text()[before:].splitlines() if _SILENT in line)
-            named_after.append(named)
-            right = f"rank {culprit} at step" in line.split(";")[0] and "exit code 76" in line
-            num_named += right
-            row.count(right and named <= allowed + 1, f"{named:.2f} s, allowed {allowed:.2f} s: {line}")
-            job.pid(0, attempt + 1, 90)
+            seen.append(stop_rank(job, attempt, row, generator, timeout))
         code = job.wait(600)
     finally:
         job.end()
+    named, seconds = zip(*seen, strict=True)
     row.figures = {
-        "named": num_named,
-        "named_seconds": spread(named_after),
+        "named": sum(named),
+        "named_seconds": spread(seconds),
         "min_timeout_seconds": timeout,
         "exit_code": code,
         "losses_bit_equal": job.curve() == expected,
     }
     return row
+
+
+def stop_rank(job: Job, attempt: int, row: Row, generator: random.Random, timeout: float) -> tuple[bool, float]:
+    """SIGSTOP a random rank; return True if the others name it, and in how many seconds."""
+    pids, culprit = _running(job, attempt, generator)
+    allowed = max(timeout, 10 * statistics.median(line["seconds"] for line in job.lines()[-6:]))
+    before, struck = len(job.text()), time.monotonic()
+    os.kill(pids[culprit], signal.SIGSTOP)
+    job.until(lambda: _SILENT in job.text()[before:], 90, "word of who is missing")
+    seconds = time.monotonic() - struck
+    line = next(line for line in job.text()[before:].splitlines() if _SILENT in line)
+    named = f"rank {culprit} at step" in line.split(";")[0] and "exit code 76" in line
+    row.count(named and seconds <= allowed + 1, f"{seconds:.2f} s, allowed {allowed:.2f} s: {line}")
+    job.pid(0, attempt + 1, 90)
+    return named, seconds
 
 
 def terminate(parent: Path, times: int, seed: int = 0) -> Row:

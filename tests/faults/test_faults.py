@@ -1,44 +1,56 @@
 """A bounded part of the faults; ``make faults`` runs all of them, many times, and holds their times to the promises."""
 
+import os
+import random
+import signal
+
 import pytest
 
+from ringspan.cli.commands.train import train_rank
+from ringspan.torch.runtime.launch import launch
+from ringspan.train.config.load import load_config
 from tests.faults import faults
 from tests.faults.hosts import why_not
+from tests.faults.job import Job
 
 pytestmark = pytest.mark.alone
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("faults")
+def test_a_job_whose_ranks_are_killed_and_stopped_and_that_is_told_to_end_comes_back_bit_for_bit(tmp_path):
+    """One job: a rank is killed, then one is stopped, then the launcher gets SIGTERM; each is named, and it resumes."""
+    timeout = 2.0
+    whole, job = (
+        Job(tmp_path, name, steps=40, every_steps=3, max_restarts=2, min_seconds=timeout)
+        for name in ("whole", "struck")
+    )
+    launch(train_rank, 2, load_config(whole.config), threads=1)
+    row, generator = faults.Row(fault="all", promise="named"), random.Random(0)
+    job.start()
+    try:
+        named, *_ = faults.kill_rank(job, 0, row, generator)
+        assert named, row.failures
+        named, _ = faults.stop_rank(job, 1, row, generator, timeout)
+        assert named, row.failures
+        job.pid(1, attempt=2)
+        stands = job.newest()
+        job.until(lambda: job.last_step() > stands, 60, "progress")
+        os.kill(job.process.pid, signal.SIGTERM)
+        assert job.wait(60) == 75 and job.last_step() == job.newest() < 40, job.tail()
+    finally:
+        job.end()
+    launch(train_rank, 2, load_config(job.config), threads=1)
+    assert job.curve() == whole.curve() and len(job.curve()) == 40
 
 
-def test_a_killed_rank_is_named_and_the_run_comes_back_bit_for_bit(folder):
-    row = faults.kill(folder, 1)
-    assert row.figures["named"] == row.tries == 1, row.failures
-    assert row.figures["losses_bit_equal"] and row.figures["exit_code"] == 0
-
-
-def test_a_stopped_rank_is_named_and_the_run_comes_back_bit_for_bit(folder):
-    row = faults.stop(folder, 1)
-    assert row.figures["named"] == row.tries == 1, row.failures
-    assert row.figures["losses_bit_equal"] and row.figures["exit_code"] == 0
-
-
-def test_a_signal_to_the_launcher_saves_and_ends_with_its_exit_code(folder):
-    row = faults.terminate(folder, 1)
-    assert row.passed == row.tries == 1, row.failures
-    assert row.figures["losses_bit_equal"] and row.figures["exit_code_at_last"] == 0
-
-
-def test_a_kill_in_a_save_leaves_the_old_or_the_new_checkpoint(folder):
-    row = faults.kill_in_save(folder, 6)
+def test_a_kill_in_a_save_leaves_the_old_or_the_new_checkpoint(tmp_path):
+    row = faults.kill_in_save(tmp_path, 6)
     assert row.passed == row.tries == 6, row.failures
 
 
+@pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-def test_two_hosts_name_each_other_when_their_link_is_cut_and_go_on_when_it_is_back(folder):
-    row = faults.cut_link(folder, 1)
+def test_two_hosts_name_each_other_when_their_link_is_cut_and_go_on_when_it_is_back(tmp_path):
+    row = faults.cut_link(tmp_path, 1)
     assert row.tries == 1 and row.figures["exit_codes"] == [0, 0], row.failures
     assert row.figures["losses_bit_equal"]

@@ -27,8 +27,10 @@ from ringspan.train.checkpoints.manifest import (
 )
 from ringspan.train.checkpoints.shards import read_tensors
 from ringspan.train.config.load import load_config
+from tests.fuzz import FACTOR
 
-TIMES = int(os.environ.get("RINGSPAN_FUZZ_FILES", "250"))  # of each of four kinds; make faults: 2,500
+pytestmark = pytest.mark.hypothesis  # so that `make fuzz` runs them, many times as often
+TIMES = round(250 * FACTOR)  # of each of four kinds
 SHARDS = ("rank_00000.safetensors", "rank_00001.safetensors")
 # Values that have broken readers of other formats.
 NASTY: list[Any] = [

@@ -42,6 +42,7 @@ def test_what_is_packed_and_masked_equals_one_process(world, model, options):
     check(world, 2, sft, model, options, expected)
 
 
+@pytest.mark.long
 def test_experts_on_two_rings_share_their_auxiliary_loss(world):
     options = PACKED | {"max_steps": 3}
     # Without the mean over steps, which are half as many on two rings.
@@ -50,7 +51,7 @@ def test_experts_on_two_rings_share_their_auxiliary_loss(world):
 
 
 def test_split_heads_and_vocabulary_equal_one_process(world):
-    options = {"max_steps": 3}
+    options = {"max_steps": 2}
     expected = on_one_process("llama", 1, *options.items())
     check(world, 4, sft, "llama", options, expected, tp=2)
 

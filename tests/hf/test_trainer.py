@@ -31,6 +31,7 @@ def test_ten_steps_equal_one_process(world, ranks, replicas):
     check(world, ranks, plain, "llama", {}, expected, replicate=replicas)
 
 
+@pytest.mark.long
 def test_experts_share_their_auxiliary_loss(world):
     expected = short_run(plain, "mixtral+router", 2)
     check(world, 4, plain, "mixtral+router", {"max_steps": 3}, expected, replicate=2)
@@ -281,9 +282,9 @@ def test_the_best_model_is_loaded_at_the_end(world, tmp_path):
         "load_best_model_at_end": True,
         "metric_for_best_model": "eval_loss",
         "eval_strategy": "steps",
-        "eval_steps": 5,
-        "save_steps": 5,
-        "max_steps": 10,
+        "eval_steps": 2,
+        "save_steps": 2,
+        "max_steps": 4,
         "learning_rate": 0.3,  # the second evaluation is worse
         "save_total_limit": 1,
     }

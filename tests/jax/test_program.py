@@ -19,6 +19,7 @@ from ringspan.core.schedule.schedule import make_schedule
 from ringspan.core.schedule.workspace import Shape
 from ringspan.jax import sharded_ring_attention
 from ringspan.jax.program import compile_program
+from tests.cases import long
 from tests.core.strategies import layouts, lengths, masks
 from tests.fuzz import examples
 from tests.jax.rings import mesh
@@ -61,7 +62,7 @@ def permutes(text: str) -> list[tuple[int, ...]]:
     return [shape for place, shape in found for _ in range(times(place))]
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("ranks", [*long(1, 2), 4])
 def test_forward_sends_keys_and_values_in_n_minus_1_messages(ranks):
     program = compiled(ranks, rs.causal(), backward=False)
     message = (GROUPS, 2 * LENGTH // ranks, SIZE)
@@ -102,7 +103,7 @@ def test_a_window_stops_the_ring():
     assert len(permutes(attention.lower(*x).compile().as_text())) == 1  # 64 tokens per rank: one neighbour
 
 
-@pytest.mark.parametrize("ranks", [4, 8])
+@pytest.mark.parametrize("ranks", [4, *long(8)])
 def test_nothing_is_larger_than_the_tensors_of_a_rank(ranks):
     """Not S x S, not T x T, and nothing N-fold: neither a single array nor all temporaries together."""
     tokens = LENGTH // ranks

@@ -27,9 +27,9 @@ from ringspan.lightning import RingStrategy
 from tests.cases import long
 from tests.torch.models import build, relative, tokens
 
-IDS = tokens(16, 21)
+IDS = tokens(8, 21)
 ROWS = [{"input_ids": ids, "labels": torch.where(torch.arange(21) < 4 + n, ids, -100)} for n, ids in enumerate(IDS)]
-STEPS = 4  # of an epoch, with four rows each
+STEPS = 2  # of an epoch, with four rows each
 EVALUATION = [{"input_ids": row, "labels": row} for row in tokens(4, 21, seed=5)]
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
@@ -229,7 +229,7 @@ def fit_with_an_odd_rank(_: Any, is_raising: bool, hook: str = "", folder: str =
     quiet = QUIET | {"enable_checkpointing": bool(hook), "accumulate_grad_batches": 1, "callbacks": callbacks}
     trainer = Trainer(**quiet, devices=4, strategy=strategy, plugins=[Ranks()])
     try:
-        trainer.fit(module, DataLoader(ROWS, 2))  # type: ignore[arg-type]
+        trainer.fit(module, DataLoader(2 * ROWS, 2))  # type: ignore[arg-type]
     except Exception as error:
         return f"{type(error).__name__}: {error}", len(module.losses)
     return "", len(module.losses)

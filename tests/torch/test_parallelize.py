@@ -19,7 +19,7 @@ from ringspan.core.geometry.balanced import batch_layout
 from ringspan.torch.model.support import refuse_config, refuse_unsupported
 from ringspan.torch.model.view import view_of
 from ringspan.torch.transport.exchange import COUNTERS
-from tests.cases import long
+from tests.cases import few, long
 from tests.torch.models import build, check, relative, step, tokens, whole_gradients
 
 
@@ -280,9 +280,12 @@ def frozen_step(mesh: DeviceMesh, part: str, options: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize(
     ("part", "options"),
-    zip(
-        ["layers.1", "v_proj", "q_proj", "norm", "lm_head", "down_proj"],
-        cycle([{}, {"checkpoint": "none", "feedforward_chunk_tokens": 5}]),
+    few(
+        zip(
+            ["layers.1", "v_proj", "q_proj", "norm", "lm_head", "down_proj"],
+            cycle([{}, {"checkpoint": "none", "feedforward_chunk_tokens": 5}]),
+        ),
+        every=3,
     ),
 )
 def test_frozen_weights_get_no_gradient_and_the_others_theirs(pool, part, options):

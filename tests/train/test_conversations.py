@@ -83,15 +83,13 @@ def one_process(config: TrainConfig) -> list[float]:
     return found
 
 
-def test_steps_equal_one_process_on_any_ring_and_the_folder_opens(pool, talk):
+def test_steps_equal_one_process_and_the_folder_opens(pool, talk):
     expected = one_process(settings(talk, "alone", data={"eval_fraction": 0.2}, optimizer={"batch_size": 4}))
     assert expected[2] < expected[0]
-    ring = settings(talk, "ring", mesh={"ring": 4}, data={"eval_fraction": 0.2}, optimizer={"batch_size": 4})
     shared = {"mesh": {"ring": 2, "replicate": 2}, "evaluation": {"every_steps": 3, "num_sequences": 3}}
-    for config in (ring, settings(talk, "replicas", data={"eval_fraction": 0.2}, **shared)):
-        pool.run(train_on, 4, config)
-        assert metrics(Path(config.run))[:3] == pytest.approx(expected, rel=5e-6), config.run
-    assert len(metrics(talk / "replicas")) == 4
+    pool.run(train_on, 4, settings(talk, "ring", data={"eval_fraction": 0.2}, **shared))
+    found = metrics(talk / "ring")
+    assert found[:3] == pytest.approx(expected, rel=5e-6) and len(found) == 4
     model = AutoModelForImageTextToText.from_pretrained(talk / "ring" / "model")
     processor = AutoProcessor.from_pretrained(talk / "ring" / "model")
     question = [{"role": "user", "content": [{"type": "image", "path": str(talk / "red.png")}]}]

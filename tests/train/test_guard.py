@@ -49,7 +49,7 @@ def steps_with_nan(mesh, config, poisoned_steps, value):
     return told
 
 
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
 def test_all_ranks_skip_the_step_that_one_rank_spoils_and_name_it(pool, text, value):  # noqa: F811
     for told in pool.run(steps_with_nan, 4, settings(text, "nan"), [2], value):
         assert [applied for applied, _, _ in told] == [True, False, True]

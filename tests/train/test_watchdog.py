@@ -8,10 +8,9 @@ import torch.distributed as dist
 
 from ringspan.core.errors import EXIT_PEER_LOST, EXIT_STALLED
 from ringspan.torch.consistency.watchdog import Watchdog, _Link
+from ringspan.torch.runtime.launch import launch
 from ringspan.torch.transport.exchange import COUNTERS
 from ringspan.train.config.tables import WatchdogConfig
-
-pytestmark = pytest.mark.alone
 
 QUICK = WatchdogConfig(min_seconds=0.6, timeout_steps=2, patience_seconds=30)
 
@@ -23,7 +22,7 @@ def wait_for(codes: list[int], seconds: float) -> float:
     return time.monotonic() - started
 
 
-def stall(mesh, folder, culprit):
+def stall(folder, culprit):
     """Steps together, until the main thread of one rank does nothing any more."""
     codes: list[int] = []
     with Watchdog(QUICK, folder, end=codes.append) as watchdog:
@@ -37,21 +36,22 @@ def stall(mesh, folder, culprit):
     return codes, waited
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("culprit", [0, 2])
-def test_a_rank_that_stands_still_is_named_by_all(pool, tmp_path, culprit):
-    for codes, waited in pool.run(stall, 4, tmp_path, culprit):
+def test_a_rank_that_stands_still_is_named_by_all(tmp_path, culprit):
+    for codes, waited in launch(stall, 3, tmp_path, culprit, threads=1):
         assert codes == [EXIT_STALLED]
         assert 0.4 < waited < 0.6 + 1.0
-    for rank in range(4):
+    for rank in range(3):
         report = (tmp_path / f"attempt-0-rank-{rank}.txt").read_text()
         assert f"rank {culprit} at step 5" in report and "(furthest behind)" in report
         assert "exit code 76" in report and "in wait_for" in report  # the stack of the main thread
 
 
-def fall_silent(mesh, folder, culprit):
+def fall_silent(folder, culprit):
     """A rank is cut off while it saves, for which it has patience."""
     codes: list[int] = []
-    watchdog = Watchdog(QUICK.model_copy(update={"silence_seconds": 1.5}), folder, end=codes.append)
+    watchdog = Watchdog(QUICK.model_copy(update={"silence_seconds": 1.2}), folder, end=codes.append)
     is_culprit = dist.get_rank() == culprit
     if is_culprit:
         watchdog._machine = "another"  # or it would be killed
@@ -59,19 +59,20 @@ def fall_silent(mesh, folder, culprit):
         watchdog.step(1)
         dist.barrier()
         with watchdog.doing("saving"):
-            time.sleep(0.5)
+            time.sleep(0.3)
             if is_culprit:
                 watchdog._tell, watchdog._judge, watchdog._receive = (lambda *_: None for _ in range(3))
-            waited = wait_for(codes, 4)
+            waited = wait_for(codes, 2.5)
     return codes, waited
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("culprit", [0, 2])
-def test_a_rank_that_falls_silent_is_named_whatever_it_was_doing(pool, tmp_path, culprit):
-    for rank, (codes, waited) in enumerate(pool.run(fall_silent, 4, tmp_path, culprit)):
+def test_a_rank_that_falls_silent_is_named_whatever_it_was_doing(tmp_path, culprit):
+    for rank, (codes, waited) in enumerate(launch(fall_silent, 3, tmp_path, culprit, threads=1)):
         if rank != culprit:
             assert codes == [EXIT_STALLED]
-            assert 1.0 < waited < 1.5 + 1.5
+            assert 0.8 < waited < 1.2 + 1.2
             report = (tmp_path / f"attempt-0-rank-{rank}.txt").read_text()
             assert re.search(rf"rank {culprit} at step 1.* \(saving\) \(silent, stopped or cut off\)", report)
 
@@ -82,7 +83,6 @@ def fail_alone(mesh, folder, culprit):
         with Watchdog(QUICK, folder, end=codes.append) as watchdog:
             watchdog.step(7)
             dist.barrier()
-            time.sleep(0.5)
             if dist.get_rank() == culprit:
                 raise ZeroDivisionError("by chance")
             wait_for(codes, 10)
@@ -99,7 +99,7 @@ def test_a_rank_that_fails_alone_is_named_by_the_others(pool, tmp_path, culprit)
     assert f"rank {culprit} failed with ZeroDivisionError: by chance at step 7" in report
 
 
-def many_steps(mesh, folder):
+def many_steps(folder):
     codes: list[int] = []
     with Watchdog(QUICK, folder, end=codes.append) as watchdog:
         for step in range(1, 501):
@@ -109,12 +109,13 @@ def many_steps(mesh, folder):
             COUNTERS.num_posts += 1
             if step == 250:
                 with watchdog.doing("evaluation"):
-                    time.sleep(1.0)  # longer than a step may take
+                    time.sleep(0.8)  # longer than a step may take
     return codes
 
 
-def test_500_steps_with_a_long_evaluation_raise_no_alarm(pool, tmp_path):
-    assert pool.run(many_steps, 4, tmp_path) == [[]] * 4
+@pytest.mark.alone
+def test_500_steps_with_a_long_evaluation_raise_no_alarm(tmp_path):
+    assert launch(many_steps, 3, tmp_path, threads=1) == [[]] * 3
     assert list(tmp_path.iterdir()) == []
 
 
@@ -138,7 +139,7 @@ def strange_visitors(mesh, folder):
             host = watchdog._server.getsockname()[0]
             assert host == "127.0.0.1"
         dist.barrier()
-        time.sleep(0.3)
+        time.sleep(0.1)
         known = sorted(link.rank for link in watchdog._links if isinstance(link, _Link) and link.rank is not None)
         dist.barrier()
     return codes, known

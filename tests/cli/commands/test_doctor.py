@@ -1,22 +1,12 @@
 """``ringspan doctor``: its object, its tables, its exit codes."""
 
 import json
-import sys
 
 import pytest
 
-from ringspan.cli.main import main
 from ringspan.measure.cluster import doctor
-from tests.cli.test_bad_input import refusal
+from tests.cli.test_bad_input import printed, refusal
 from tests.surface import check_object
-
-
-def printed(monkeypatch, capsys, *arguments, code=0):
-    monkeypatch.setattr(sys, "argv", ["ringspan", "doctor", *arguments])
-    with pytest.raises(SystemExit) as exit_:
-        main()
-    assert exit_.value.code == code
-    return capsys.readouterr().out
 
 
 def check(result, ranks):
@@ -36,7 +26,7 @@ def check(result, ranks):
 
 
 def test_it_prints_one_object(monkeypatch, capsys):
-    result = json.loads(printed(monkeypatch, capsys, "--ranks", "2", "--json"))
+    result = json.loads(printed(monkeypatch, capsys, "doctor", "--ranks", "2", "--json"))
     check(result, 2)
     check_object("doctor", result)
     listens = [address for rank in result["cluster"]["ranks"] for address in rank["listens"]]
@@ -60,7 +50,7 @@ RESULT = {
 
 def test_people_see_what_stops_and_the_exit_code_says_so(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "examine", lambda ranks, doing: RESULT)
-    text = printed(monkeypatch, capsys, code=1)
+    text = printed(monkeypatch, capsys, "doctor", code=1)
     for expected in ("a processor", "window 60%", "! torch is [old]; renew it", "cannot train", "pip install torchao"):
         assert expected in text
 
@@ -71,7 +61,7 @@ def test_people_are_told_once_that_there_is_no_cuda(monkeypatch, capsys):
     missing = {"available": False, "serves": {}, "why_not": "it is not installed"}
     kernels = RESULT["kernels"] | dict.fromkeys(("cudnn", "flash", "triton"), no_cuda) | {"flash3": missing}
     monkeypatch.setattr(doctor, "examine", lambda ranks, doing: RESULT | {"kernels": kernels})
-    text = printed(monkeypatch, capsys, code=1)
+    text = printed(monkeypatch, capsys, "doctor", code=1)
     assert text.count("CUDA") == 1
     assert "not here: cudnn, flash, triton: it needs a CUDA device, and this machine has none" in text
     assert "not here: flash3: it is not installed" in text
@@ -85,16 +75,6 @@ def test_bad_input_is_refused(monkeypatch, capsys, ranks, message):
     assert message in refusal(monkeypatch, capsys, "doctor", "--ranks", ranks)
 
 
-def test_ranks_are_not_started_under_torchrun(monkeypatch, capsys):
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")):
-        monkeypatch.setenv(name, value)
-    assert "under torchrun" in refusal(monkeypatch, capsys, "doctor", "--ranks", "2")
-
-
-def test_help_has_an_example(monkeypatch, capsys):
-    assert "Example" in printed(monkeypatch, capsys, "--help")
-
-
 def test_a_clock_that_is_hardly_apart_is_not_minus_zero_apart(monkeypatch, capsys):
     rank = {"host": "a", "device": "cpu", "listens": []}
     cluster = {
@@ -105,5 +85,5 @@ def test_a_clock_that_is_hardly_apart_is_not_minus_zero_apart(monkeypatch, capsy
         "ring_error": 1e-7,
     }
     monkeypatch.setattr(doctor, "examine", lambda ranks, doing: RESULT | {"cluster": cluster})
-    text = printed(monkeypatch, capsys, code=1)
+    text = printed(monkeypatch, capsys, "doctor", code=1)
     assert text.count("+0 ") == 2 and "-0 " not in text

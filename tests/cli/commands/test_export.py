@@ -1,13 +1,11 @@
 """``ringspan export``: what it prints, and what it refuses."""
 
 import json
-import sys
 
 import pytest
 from transformers import AutoModelForCausalLM
 
-from ringspan.cli.main import main
-from tests.cli.test_bad_input import refusal
+from tests.cli.test_bad_input import printed, refusal
 from tests.train.test_loop import settings, text, train_on  # noqa: F401  text is a fixture
 
 
@@ -17,20 +15,12 @@ def run(pool, text):  # noqa: F811
     return text / "run"
 
 
-def printed(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr(sys, "argv", ["ringspan", "export", *map(str, arguments)])
-    with pytest.raises(SystemExit) as exit_:
-        main()
-    assert exit_.value.code == 0
-    return capsys.readouterr().out
-
-
 def test_it_says_what_it_wrote(run, tmp_path, monkeypatch, capsys):
-    result = json.loads(printed(monkeypatch, capsys, run, "1", tmp_path / "first", "--json"))
+    result = json.loads(printed(monkeypatch, capsys, "export", run, "1", tmp_path / "first", "--json"))
     weights = tmp_path / "first" / "model.safetensors"
     assert result.pop("bytes") == pytest.approx(weights.stat().st_size, rel=0.1)
     assert result == {"step": 1, "folder": str(tmp_path / "first")}
-    assert printed(monkeypatch, capsys, run, "latest", tmp_path / "last").startswith(
+    assert printed(monkeypatch, capsys, "export", run, "latest", tmp_path / "last").startswith(
         f"wrote {tmp_path / 'last'}: step 2, "
     )
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "last").num_parameters() > 0

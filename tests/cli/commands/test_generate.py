@@ -215,15 +215,14 @@ def test_the_byte_order_mark_of_a_file_is_no_part_of_the_prompt(tmp_path, monkey
     assert prompt_text("-", None) == BOOK
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("damage", "says"),
     [
         ("another model", "other weights"),
-        *long(
-            ("a bit", "rank_00001.safetensors: has sha256"),
-            ("a missing file", "rank_00000.safetensors: is missing"),
-            ("a changed manifest", "manifest.json: changed after it was written"),
-        ),
+        ("a bit", "rank_00001.safetensors: has sha256"),
+        ("a missing file", "rank_00000.safetensors: is missing"),
+        ("a changed manifest", "manifest.json: changed after it was written"),
     ],
 )
 def test_a_cache_that_is_damaged_or_of_another_model_is_refused_in_a_line(folder, book, tmp_path, damage, says):
@@ -326,7 +325,3 @@ def test_a_folder_that_is_no_model_is_refused(monkeypatch, capsys, tmp_path, wha
     prompt = "An <image> here"
     line = refusal(monkeypatch, capsys, "generate", given, "--prompt", prompt, "--max-new-tokens", 5)
     assert message in line and str(given) in line
-
-
-def test_help_has_an_example():
-    assert "Example" in printed("--help")[0]

@@ -9,17 +9,8 @@ from pathlib import Path
 import pytest
 
 from ringspan.cli.commands.plan import EPILOG
-from ringspan.cli.main import main
-from tests.cli.test_bad_input import HUGE, refusal
+from tests.cli.test_bad_input import HUGE, printed, refusal
 from tests.surface import check_object
-
-
-def printed(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr(sys, "argv", ["ringspan", "plan", *arguments])
-    with pytest.raises(SystemExit) as exit_:
-        main()
-    assert exit_.value.code == 0
-    return capsys.readouterr().out
 
 
 def test_it_prints_one_object_and_imports_no_framework():
@@ -35,7 +26,7 @@ def test_it_prints_one_object_and_imports_no_framework():
 
 
 def test_it_prints_tables_for_people(monkeypatch, capsys):
-    text = printed(monkeypatch, capsys, "--devices", "8", "--length", "262144")
+    text = printed(monkeypatch, capsys, "plan", "--devices", "8", "--length", "262144")
     for expected in (
         "fits: yes",
         "NVIDIA H100 80 GB",
@@ -68,8 +59,8 @@ GENERATE = ("--generate", "--prompt", "100000", "--new-tokens", "50")
 )
 def test_the_text_of_generation_says_what_the_object_does(monkeypatch, capsys, options, columns):
     monkeypatch.setenv("COLUMNS", str(columns))
-    lines = printed(monkeypatch, capsys, *GENERATE, *options).splitlines()
-    result = json.loads(printed(monkeypatch, capsys, *GENERATE, *options, "--json"))
+    lines = printed(monkeypatch, capsys, "plan", *GENERATE, *options).splitlines()
+    result = json.loads(printed(monkeypatch, capsys, "plan", *GENERATE, *options, "--json"))
     assert lines[0].startswith(f"fits: {'yes' if result['fits'] else 'no'}, ")
     assert lines[1].startswith("longest prompt that fits: ")
     assert ("one device would be the better choice" in lines) == (result["one_device_is_better"] and "1" not in options)
@@ -85,31 +76,31 @@ def test_the_text_of_generation_says_what_the_object_does(monkeypatch, capsys, o
 
 
 def test_the_keys_of_the_objects_are_those_of_before(monkeypatch, capsys):
-    check_object("plan", json.loads(printed(monkeypatch, capsys, "--json")))
-    check_object("plan --generate", json.loads(printed(monkeypatch, capsys, *GENERATE, "--json")))
+    check_object("plan", json.loads(printed(monkeypatch, capsys, "plan", "--json")))
+    check_object("plan --generate", json.loads(printed(monkeypatch, capsys, "plan", *GENERATE, "--json")))
 
 
 def test_what_generate_refuses_is_said_and_not_told_how_to_run(monkeypatch, capsys):
     options = (*GENERATE, "--prompt", "1000000")
-    lines = printed(monkeypatch, capsys, *options).splitlines()
+    lines = printed(monkeypatch, capsys, "plan", *options).splitlines()
     assert lines[0].startswith("fits: yes, ") and lines[2] == (
         "too long: 1,000,050 tokens, the model has 131,072 positions"
     )
     assert "to generate:" not in lines
-    result = json.loads(printed(monkeypatch, capsys, *options, "--json"))
+    result = json.loads(printed(monkeypatch, capsys, "plan", *options, "--json"))
     assert result["positions"] == 131_072 and "ringspan generate refuses 1,000,050 tokens" in result["reasons"][0]
 
 
 def test_the_examples_of_generation_are_none_that_generate_refuses(monkeypatch, capsys):
     example = EPILOG.rpartition("ringspan plan ")[2].split()
-    result = json.loads(printed(monkeypatch, capsys, *example, "--json"))
+    result = json.loads(printed(monkeypatch, capsys, "plan", *example, "--json"))
     assert result["fits"] and not any("refuses" in reason for reason in result["reasons"])
 
 
 def test_nodes_change_the_links(monkeypatch, capsys):
     options = ("--devices", "8", "--length", "8192", "--json")
-    one = json.loads(printed(monkeypatch, capsys, *options))
-    four = json.loads(printed(monkeypatch, capsys, *options, "--nodes", "4"))
+    one = json.loads(printed(monkeypatch, capsys, "plan", *options))
+    four = json.loads(printed(monkeypatch, capsys, "plan", *options, "--nodes", "4"))
     assert four["step_seconds"] > one["step_seconds"]
 
 
@@ -118,10 +109,10 @@ def test_a_trace_takes_the_place_of_the_formula(monkeypatch, capsys, tmp_path):
     config |= {"num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 101}
     (tmp_path / "config.json").write_text(json.dumps(config))
     options = ("--model", str(tmp_path), "--devices", "4", "--length", "4096", "--json")
-    formula = json.loads(printed(monkeypatch, capsys, *options))
+    formula = json.loads(printed(monkeypatch, capsys, "plan", *options))
     picture = tmp_path / "trace.svg"
     drawn = ("--trace", "--rank", "2", "--picture", str(picture))
-    traced = json.loads(printed(monkeypatch, capsys, *options, *drawn))
+    traced = json.loads(printed(monkeypatch, capsys, "plan", *options, *drawn))
     assert traced["rank"] == 2 and {point["phase"] for point in traced["timeline"]} == {
         "forward", "backward", "optimizer",
     }  # fmt: skip
@@ -181,10 +172,6 @@ def test_bad_input_is_refused_in_a_line(monkeypatch, capsys, arguments, message)
     assert message in refusal(monkeypatch, capsys, "plan", *arguments)
 
 
-def test_help_has_an_example(monkeypatch, capsys):
-    assert "Example" in printed(monkeypatch, capsys, "--help")
-
-
 GENERATED = ("--generate", "--devices", "8", "--device", "h100", "--prompt", "130000", "--new-tokens", "500")
 
 
@@ -195,5 +182,5 @@ def test_the_pages_show_what_is_printed(monkeypatch, capsys, page):
     commands = (("--devices", "8", "--device", "h100", "--length", "524288"), GENERATED)
     assert len(shown) == (2 if page == "planning.md" else 1)
     for block, options in zip(shown, commands, strict=False):
-        printed_now = printed(monkeypatch, capsys, "--model", "llama-3.1-8b", *options)
+        printed_now = printed(monkeypatch, capsys, "plan", "--model", "llama-3.1-8b", *options)
         assert " ".join(block.split()) in " ".join(printed_now.split())

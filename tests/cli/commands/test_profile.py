@@ -1,12 +1,10 @@
 """``ringspan profile``: its files, its object, its refusals."""
 
 import json
-import sys
 
 import pytest
 
-from ringspan.cli.main import main
-from tests.cli.test_bad_input import refusal
+from tests.cli.test_bad_input import printed, refusal
 
 
 @pytest.fixture
@@ -17,32 +15,16 @@ def model(tmp_path):
     return str(tmp_path)
 
 
-def printed(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr(sys, "argv", ["ringspan", "profile", *arguments])
-    with pytest.raises(SystemExit) as exit_:
-        main()
-    assert exit_.value.code == 0
-    return capsys.readouterr().out
-
-
 def test_it_writes_pictures_and_prints_one_object(monkeypatch, capsys, model, tmp_path):
     out = tmp_path / "out"
-    options = ("--model", model, "--ranks", "2", "--length", "128", "--out", str(out))
-    result = json.loads(printed(monkeypatch, capsys, *options, "--json"))
+    options = ("--model", model, "--ranks", "2", "--length", "128", "--route", "auto", "--layers-per-checkpoint", "2")
+    result = json.loads(printed(monkeypatch, capsys, "profile", *options, "--out", str(out), "--json"))
     assert [each["rank"] for each in result["ranks"]] == [0, 1]
     assert all(each["peak_bytes"] > 0 and each["step_seconds"] > 0 for each in result["ranks"])
     assert sorted(path.name for path in out.iterdir()) == ["memory.png", "profile.json", "report.html", "timeline.png"]
     assert result["files"] == [
         str(out / name) for name in ("report.html", "memory.png", "timeline.png", "profile.json")
     ]
-
-
-def test_the_route_may_be_auto_and_layers_may_share_an_input(monkeypatch, capsys, model, tmp_path):
-    options = ("--model", model, "--ranks", "2", "--length", "128", "--out", str(tmp_path / "out"))
-    result = json.loads(
-        printed(monkeypatch, capsys, *options, "--route", "auto", "--layers-per-checkpoint", "2", "--json")
-    )
-    assert [each["rank"] for each in result["ranks"]] == [0, 1]
 
 
 @pytest.mark.parametrize(
@@ -68,13 +50,3 @@ def test_bad_input_is_refused_and_nothing_is_written(monkeypatch, capsys, model,
     out = tmp_path / "out"
     assert message in refusal(monkeypatch, capsys, "profile", "--model", model, "--out", str(out), *arguments)
     assert not out.exists()
-
-
-def test_ranks_are_not_started_under_torchrun(monkeypatch, capsys):
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "29500")):
-        monkeypatch.setenv(name, value)
-    assert "under torchrun" in refusal(monkeypatch, capsys, "profile", "--ranks", "2")
-
-
-def test_help_has_an_example(monkeypatch, capsys):
-    assert "Example" in printed(monkeypatch, capsys, "--help")

@@ -1,12 +1,10 @@
 """``ringspan rehearse``: the plan's object and what was measured, tables, refusals."""
 
 import json
-import sys
 
 import pytest
 
-from ringspan.cli.main import main
-from tests.cli.test_bad_input import refusal
+from tests.cli.test_bad_input import printed, refusal
 from tests.surface import MODEL, check_object
 
 
@@ -14,14 +12,6 @@ from tests.surface import MODEL, check_object
 def model(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(MODEL))
     return str(tmp_path)
-
-
-def printed(monkeypatch, capsys, *arguments):
-    monkeypatch.setattr(sys, "argv", ["ringspan", *arguments])
-    with pytest.raises(SystemExit) as exit_:
-        main()
-    assert exit_.value.code == 0
-    return capsys.readouterr().out
 
 
 def test_it_prints_the_plan_and_what_was_measured(monkeypatch, capsys, model):
@@ -65,7 +55,3 @@ def test_it_prints_tables_for_people(monkeypatch, capsys, model):
 def test_bad_input_is_refused(monkeypatch, capsys, model, arguments, message):
     given = ["--model", model, "--devices", "4", *arguments]
     assert message in refusal(monkeypatch, capsys, "rehearse", *given)
-
-
-def test_help_has_an_example(monkeypatch, capsys):
-    assert "Example" in printed(monkeypatch, capsys, "rehearse", "--help")

@@ -18,8 +18,6 @@ import pytest
 from benchmarks import overlap
 from benchmarks.namespaces import LINK
 
-pytestmark = pytest.mark.alone
-
 ROOT = Path(__file__).parents[3]
 
 
@@ -30,13 +28,14 @@ def link() -> None:
         pytest.skip(reason)
 
 
+@pytest.mark.alone
 @pytest.mark.usefixtures("link")
 def test_a_transfer_shows_on_a_slow_link_and_hides_behind_enough_work():
     # Far from the crossing on either side, a factor 10 and 8, since a test machine does other things meanwhile.
     slow, busy = overlap.measure(
         [
-            overlap.Sweep(gigabits=0.1, tokens=(256,), repeats=5),
-            overlap.Sweep(gigabits=1, heads=8, head_dim=64, tokens=(2048,), repeats=5),
+            overlap.Sweep(gigabits=0.1, tokens=(256,), repeats=3),
+            overlap.Sweep(gigabits=1, heads=8, head_dim=64, tokens=(2048,), repeats=3),
         ]
     )
     for sweep, tokens in ((slow, 256), (busy, 2048)):
@@ -57,6 +56,7 @@ def test_the_published_crossings_are_where_the_law_puts_them():
         assert sweep["crossing_tokens"] == pytest.approx(overlap.crossed(shares))
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("link")
 @pytest.mark.parametrize("signalled", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_stays_behind_when_it_is_ended(tmp_path: Path, signalled: signal.Signals):

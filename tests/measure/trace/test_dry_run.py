@@ -33,7 +33,7 @@ MEASURED = [
         {"length": 2302, "ring": 2, "checkpoint": "full", "layers_per_checkpoint": 2, "compute_dtype": "float32"}
         | {"layout": "striped"},
     ),
-    ("llama-tied", {"length": 1500, "ring": 2, "checkpoint": "none", "compute_dtype": "bfloat16", "batch": 2}),
+    *long(("llama-tied", {"length": 1500, "ring": 2, "checkpoint": "none", "compute_dtype": "bfloat16", "batch": 2})),
     *long(
         ("llama", {"length": 1400, "ring": 1, "checkpoint": "attention", "compute_dtype": "float32"}),
         (
@@ -102,10 +102,12 @@ DTYPES = [
             ("llama", DEEP, {"length": 16_384, "ring": 2, "offload": "activations"}),
         ),
         ("llama", DEEP, {"length": 16_384, "ring": 2, "offload": "activations", "layers_per_checkpoint": 2}),
-        (
-            "qwen3",
-            DEEP,
-            {"length": 8192, "checkpoint": "full", "offload": "activations", "feedforward_chunk_tokens": 512},
+        *long(
+            (
+                "qwen3",
+                DEEP,
+                {"length": 8192, "checkpoint": "full", "offload": "activations", "feedforward_chunk_tokens": 512},
+            )
         ),
         ("llama", {}, {"length": 16_384, "ring": 2, "tp": 2, "checkpoint": "full", "compute_dtype": "float32"}),
         *long(
@@ -124,7 +126,7 @@ DTYPES = [
                 for comm_dtype in ("exact", "bfloat16")
             )
         ),
-        ("llama", THIN, {"length": 65_536, "ring": 8, "compute_dtype": "float32", "comm_dtype": "int8"}),
+        *long(("llama", THIN, {"length": 65_536, "ring": 8, "compute_dtype": "float32", "comm_dtype": "int8"})),
     ],
 )
 def test_the_formula_is_within_10_percent_of_the_trace(kind, changes, options):
@@ -145,7 +147,7 @@ def test_what_the_loop_holds_is_counted_to_a_percent(route):
     assert formula.peak_bytes == pytest.approx(traced.total_bytes, rel=0.002)
 
 
-@pytest.mark.parametrize(("checkpoint", "layers"), [("attention", 3), ("full", 4)])
+@pytest.mark.parametrize(("checkpoint", "layers"), [("attention", 3), *long(("full", 4))])
 def test_what_segments_of_layers_keep_is_counted_to_a_percent(checkpoint, layers):
     setting = Setting(length=32_768, ring=2, checkpoint=checkpoint)
     segments = replace(setting, layers_per_checkpoint=layers)

@@ -1,6 +1,5 @@
 """The public operator on real process groups, and the transformations that it must survive."""
 
-import time
 from functools import partial
 from itertools import product
 
@@ -179,50 +178,30 @@ def test_unequal_arguments_are_refused_on_every_rank_before_anything_moves(pool,
     assert len(pool.run(attend_on_ring, 3, "zigzag", 12)) == 3
 
 
-def changes_its_mind(mesh, what):
-    """All ranks repeat what they have agreed on, but rank 1 does something else; the error, and in how many seconds."""
+def in_another_pass(mesh):
+    """Rank 1 begins a forward pass where the others are in the backward pass of what all have agreed on; the error."""
     group = mesh["ring"].get_group()
-    rank = dist.get_rank(group)
+    is_odd = dist.get_rank(group) == 1
 
-    def attend(mask="causal", tokens=8, grad=True):
-        q, k, v, dout = (x.requires_grad_() for x in tensors(tokens))
+    def attend(grad=True):
+        q, k, v, dout = (x.requires_grad_() for x in tensors(8))
         with torch.set_grad_enabled(grad):
-            out = rs.ring_attention(q, k, v, mask=mask, group=group)
+            out = rs.ring_attention(q, k, v, group=group)
         if grad:
             out.backward(dout)
 
     attend()
-    attend(mask="full")
     with pytest.raises(rs.PeerMismatch) as error:
-        started = time.perf_counter()
-        if rank != 1:
-            attend()
-        elif what == "a new shape":
-            attend(tokens=12)
-        elif what == "a mask that is known":
-            attend(mask="full")
-        else:  # a forward pass where the others are in the backward pass
-            attend(grad=False)
-            attend(grad=False)
-    seconds = time.perf_counter() - started
+        attend(grad=not is_odd)
+        attend(grad=not is_odd)
     attend()
-    return str(error.value), seconds
+    return str(error.value)
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize(
-    ("what", "message"),
-    [
-        ("a new shape", "queries"),
-        ("a mask that is known", "different mask: rank 0: causal, rank 1: full"),
-        ("another pass", "out of step: rank 0: "),
-    ],
-)
-def test_a_rank_that_leaves_the_others_is_named_on_every_rank(pool, ranks, what, message):
-    texts, seconds = zip(*pool.run(changes_its_mind, ranks, what), strict=True)
-    assert message in texts[0] and set(texts) == {texts[0]}
-    assert max(seconds) < 0.5
+def test_a_rank_in_another_pass_is_named_on_every_rank(pool, ranks):
+    [text] = {*pool.run(in_another_pass, ranks)}
+    assert "out of step: rank 0: " in text
 
 
 def two_groups(mesh):

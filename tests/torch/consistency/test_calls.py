@@ -153,7 +153,7 @@ CASES = {
 @pytest.mark.parametrize(
     ("what", "shape"),
     # On every other mesh one of the batch, and one of an optimizer, whose ranks talk over other groups.
-    [*((what, (3, 1, 1)) for what in CASES), *product(("tokens", "learning rate"), [(2, 1, 1), (4, 2, 1), (4, 1, 2)])],
+    [*((what, (3, 1, 1)) for what in CASES), *product(("tokens", "learning rate"), [(4, 2, 1), (4, 1, 2)])],
     ids=str,
 )
 def test_what_differs_between_ranks_is_named_on_every_rank(pool, what, shape):
@@ -311,14 +311,14 @@ def test_a_loop_that_leaves_an_epoch_early_sees_other_examples_in_the_next():
     assert len(set(first)) > 1
 
 
-@pytest.mark.parametrize("count", [torch.tensor(15), torch.tensor([15]), np.int64(15), np.array(15), 15.0], ids=repr)
-def test_a_count_may_be_an_integer_of_any_library(pool, count):
-    assert pool.run(counted, 2, count) == pool.run(counted, 2, 15)
+def counted(mesh: DeviceMesh) -> set[float]:
+    model, counts = rs.parallelize(build("llama"), mesh), (torch.tensor(15), torch.tensor([15]), np.int64(15))
+    losses = [model(**batch(mesh), num_items_in_batch=count).loss for count in (15, *counts, np.array(15), 15.0)]
+    return {float(loss.detach()) for loss in losses}
 
 
-def counted(mesh: DeviceMesh, count: Any) -> float:
-    model = rs.parallelize(build("llama"), mesh)
-    return float(model(**batch(mesh), num_items_in_batch=count).loss.detach())
+def test_a_count_may_be_an_integer_of_any_library(pool):
+    assert [len(losses) for losses in pool.run(counted, 2)] == [1, 1]
 
 
 class Stream(torch.utils.data.IterableDataset):

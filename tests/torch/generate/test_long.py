@@ -1,4 +1,4 @@
-"""Long prompts and long texts, token for token those of one process: 487 tokens and 24 new ones, in ``make long`` 4,999
+"""Long prompts and long texts, token for token those of one process: 251 tokens and 12 new ones, in ``make long`` 4,999
 and 200. Lengths are multiples of nothing.
 """
 
@@ -21,7 +21,7 @@ class Size(NamedTuple):
     chunk: int
 
 
-SHORT, LONG = Size(487, 24, 61), Size(4_999, 200, 611)
+SHORT, LONG = Size(251, 12, 31), Size(4_999, 200, 611)
 
 
 def texts(model: Any, size: Size) -> list[torch.Tensor]:
@@ -42,8 +42,7 @@ def on_ring(mesh: DeviceMesh, name: str, size: Size) -> list[torch.Tensor]:
     ("name", "size", "ranks", "tp"),
     [
         ("gpt_oss", SHORT, 2, 1),
-        ("mistral", SHORT, 3, 1),
-        ("llama", SHORT, 4, 2),
+        *long(("mistral", SHORT, 3, 1), ("llama", SHORT, 4, 2)),
         *long(*((name, LONG, 2, 1) for name in models.CONFIGS), ("mistral", LONG, 3, 1)),
     ],
 )

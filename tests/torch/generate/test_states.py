@@ -9,15 +9,15 @@ from torch.distributed.device_mesh import DeviceMesh
 import ringspan as rs
 from ringspan.core.arguments import is_split
 from ringspan.core.errors import UnsupportedError
-from tests.cases import few
+from tests.cases import long
 from tests.torch.generate.models import prompt
 from tests.torch.recurrence.models import build
 
-KINDS = (
-    "qwen3_next", "qwen3_5_text", "kimi_linear", "olmo_hybrid", "nemotron_h", "bamba", "falcon_h1", "granitemoehybrid",
-    "mamba2", "mamba", "jamba", "falcon_mamba", "lfm2",
+MORE = (
+    "qwen3_5_text", "kimi_linear", "olmo_hybrid", "nemotron_h", "bamba", "falcon_h1", "granitemoehybrid", "mamba",
+    "falcon_mamba",
 )  # fmt: skip
-LENGTHS = 1, 2, 131  # fewer tokens than a convolution has taps; chunks that are split, and a last one that is not
+LENGTHS = 1, 2, 71  # fewer tokens than a convolution has taps; chunks that are split, and a last one that is not
 CHUNK = 17  # per rank: two of them are enough to be split
 NEW = 4
 
@@ -40,7 +40,7 @@ def texts(model: Any) -> list[torch.Tensor]:
 
 def logits_of(model: Any, **options: Any) -> torch.Tensor:
     with torch.no_grad():
-        return model(prompt(131), **options).logits
+        return model(prompt(LENGTHS[-1]), **options).logits
 
 
 def on_ring(mesh: DeviceMesh, kind: str, asked: torch.Tensor) -> Any:
@@ -53,12 +53,12 @@ def on_ring(mesh: DeviceMesh, kind: str, asked: torch.Tensor) -> Any:
     return texts(model), second, logits_of(model, past_key_values=model.new_cache())
 
 
-@pytest.mark.parametrize(("kind", "ranks"), few(((kind, 2) for kind in KINDS), every=2))
-def test_tokens_and_logits_are_those_of_one_process(pool, kind, ranks):
+@pytest.mark.parametrize("kind", ["qwen3_next", "mamba2", "jamba", "lfm2", *long(*MORE)])
+def test_tokens_and_logits_are_those_of_one_process(pool, kind):
     model, asked = made(kind), prompt(43, seed=5)
     expected, logits = texts(model), logits_of(model, use_cache=False)
     second = after(model, torch.cat((after(model, prompt(41)), asked), 1))
-    for found, turn, those in pool.run(on_ring, ranks, kind, asked):
+    for found, turn, those in pool.run(on_ring, 2, kind, asked):
         for text, other in zip(found, expected, strict=True):
             assert torch.equal(text, other)
         assert torch.equal(turn, second)

@@ -80,8 +80,10 @@ THREE = {"num_hidden_layers": 3}  # which one program serves
             ("llama", [batch_of(sum(rows[0]), rows) for rows in DOCUMENTS], {}, THREE, 3),
             ("llama", [batch_of(sum(rows[0]), rows) for rows in DOCUMENTS[:2]], {"layout": "balanced"}, THREE, 1),
         ),
-        ("llama", [batch_of(40, [[10, 30], [20, 20]])] * 2, {"layout": "balanced", "checkpoint": "none"}, THREE, 1),
-        *long(("mistral-window", [batch_of(37, [[27, 10]])] * 2, {"route": "all-gather"}, THREE, 1)),
+        *long(
+            ("llama", [batch_of(40, [[10, 30], [20, 20]])] * 2, {"layout": "balanced", "checkpoint": "none"}, THREE, 1),
+            ("mistral-window", [batch_of(37, [[27, 10]])] * 2, {"route": "all-gather"}, THREE, 1),
+        ),
         pytest.param(  # layers of two kinds, sinks, experts
             *("gpt_oss", [batch_of(37)], {}, {}, 2),
             marks=pytest.mark.skipif(

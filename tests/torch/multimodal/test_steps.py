@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy
 
 import ringspan as rs
+from tests.cases import long
 from tests.every_model.weights import there_and_back
 from tests.torch.models import relative, whole
 from tests.torch.multimodal.models import batch_of, build
@@ -81,7 +82,7 @@ def on_ring(mesh: DeviceMesh, kind: str, frozen: tuple[str, ...], options: Any) 
     [
         ("llava", 3, ("vision_tower", "projector"), {"layers_per_checkpoint": 2, "offload": "activations"}),
         ("qwen2_5_vl", 2, (), {"checkpoint": "full", "feedforward_chunk_tokens": 4}),
-        ("qwen3_vl", 2, ("language_model.layers",), {"checkpoint": "none"}),
+        *long(("qwen3_vl", 2, ("language_model.layers",), {"checkpoint": "none"})),
     ],
 )
 def test_steps_with_evaluation_between_them_are_those_of_one_process(pool, kind, ranks, frozen, options):
@@ -105,7 +106,7 @@ def test_a_folder_gives_its_language_model_alone_as_transformers_does(pool, tmp_
     assert wrong == [{}] * 2
 
 
-@pytest.mark.parametrize("kind", ["llava", "qwen3_vl", "audioflamingo3"])
+@pytest.mark.parametrize("kind", ["qwen3_vl", *long("llava", "audioflamingo3")])
 def test_a_folder_gives_the_model_with_its_towers(pool, kind, tmp_path):
     model = build(kind)
     model.save_pretrained(tmp_path)

@@ -78,7 +78,7 @@ SHORT = [[5, 26], [31], [2, 2, 27], [30, 1]]
 PACKED = [[7, 1, 2, 14, 3, 12], [39]], [[20, 19], [20, 19]], [[1, 38], [36, 3]]
 
 
-@pytest.mark.parametrize(("number", "kind"), [*(x for x in KINDS if x not in KINDS[::3]), *long(*KINDS[::3])])
+@pytest.mark.parametrize(("number", "kind"), [*KINDS[8::6], *long(*(x for x in KINDS if x not in KINDS[8::6]))])
 def test_loss_and_gradients_equal_one_process_in_float64(pool, number, kind):
     ids = batch_of(2, 37)
     expected = one_process(kind, torch.float64, ids)
@@ -94,7 +94,7 @@ def test_a_row_of_padding_alone_changes_no_other(pool):
         assert worst(found, expected) < 1e-9
 
 
-@pytest.mark.parametrize(("number", "kind"), [*KINDS[::3], *long(*KINDS[1::3], *KINDS[2::3])])
+@pytest.mark.parametrize(("number", "kind"), [*KINDS[::6], *long(*(x for x in KINDS if x not in KINDS[::6]))])
 def test_packed_documents_equal_each_alone(pool, number, kind):
     ids, documents = batch_of(2, 39), PACKED[number % len(PACKED)]
     expected = one_process(kind, torch.float64, ids, documents)
@@ -103,7 +103,7 @@ def test_packed_documents_equal_each_alone(pool, number, kind):
         assert worst(found, expected) < 1e-9
 
 
-@pytest.mark.parametrize(("number", "kind"), [*KINDS[1::6], *long(*(x for x in KINDS if x not in KINDS[1::6]))])
+@pytest.mark.parametrize(("number", "kind"), [*KINDS[1::12], *long(*(x for x in KINDS if x not in KINDS[1::12]))])
 def test_float32_is_no_further_from_float64_than_twice_one_process(pool, number, kind):
     ids = batch_of(1, 41)
     truth, plain = (one_process(kind, dtype, ids) for dtype in (torch.float64, torch.float32))
@@ -117,12 +117,14 @@ def test_float32_is_no_further_from_float64_than_twice_one_process(pool, number,
     [
         ("qwen3_5_text", 4, 2, {"accumulate": 2, "documents": SHORT}),
         ("falcon_h1", 3, 1, {"layout": "balanced", "checkpoint": "full", "documents": SHORT}),
-        ("jamba", 2, 1, {"accumulate": 2, "documents": SHORT}),
         ("kimi_linear", 2, 1, {"checkpoint": "none"}),
         ("minimax", 3, 1, {"checkpoint": "full"}),
         ("lfm2", 2, 1, {"layers_per_checkpoint": 2}),
-        ("nemotron_h", 2, 1, {"layers_per_checkpoint": 3, "checkpoint": "full"}),
         ("mamba2", 2, 1, {"offload": "activations"}),
+        *long(
+            ("jamba", 2, 1, {"accumulate": 2, "documents": SHORT}),
+            ("nemotron_h", 2, 1, {"layers_per_checkpoint": 3, "checkpoint": "full"}),
+        ),
     ],
 )
 def test_replicas_accumulation_and_checkpoints(pool, kind, ranks, replicate, options):

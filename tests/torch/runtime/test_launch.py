@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -25,10 +26,9 @@ from ringspan.torch.runtime.launch import _LOGGERS, join, launch
 from ringspan.train.config.tables import WatchdogConfig
 from tests.faults.job import is_running
 
-pytestmark = pytest.mark.alone
-
 
 def rank_times(factor):
+    dist.barrier()  # a rank that ends while another one still connects makes that one fail
     return dist.get_rank() * factor
 
 
@@ -69,6 +69,7 @@ def test_results_come_by_rank():
 
 
 def parent():
+    dist.barrier()
     return os.getppid()
 
 
@@ -100,29 +101,24 @@ def test_thrifty_ranks_give_memory_back(monkeypatch):
     assert "mmap_threshold" in tunables and "GLIBC_TUNABLES" not in os.environ
     assert left < 40 << 20 < 150 << 20 < kept
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.tcache_count=7")
-    [(tunables, _)] = launch(resident_bytes_after_freeing, 1, is_thrifty=True)
-    assert tunables == "glibc.malloc.tcache_count=7"
-
-
-def test_what_one_rank_refuses_is_raised_with_its_own_type():
-    with pytest.raises(rs.ConfigError, match="this value will not do"):
-        launch(refuse_on_the_last, 2)
-
-
-def test_another_failure_names_the_rank():
-    with pytest.raises(RuntimeError, match="rank 0 failed"):
-        launch(fail_on_the_first, 2)
+    with launcher._environment(launcher._THRIFT):
+        assert os.environ["GLIBC_TUNABLES"] == "glibc.malloc.tcache_count=7"
 
 
 @pytest.mark.parametrize(
-    ("function", "raised", "traceback"),
-    [(refuse_on_the_last, rs.ConfigError, False), (fail_on_the_first, RuntimeError, True)],
+    ("function", "raised", "message", "traceback"),
+    [
+        (refuse_on_the_last, rs.ConfigError, "this value will not do", False),
+        (fail_on_the_first, RuntimeError, "rank 0 failed", True),
+    ],
 )
-def test_a_traceback_is_logged_of_a_failure_and_nothing_of_what_is_refused(caplog, function, raised, traceback):
+def test_a_refusal_keeps_its_type_and_a_failure_names_its_rank_and_logs_a_traceback(
+    caplog, function, raised, message, traceback
+):
     for name in _LOGGERS:
         logging.getLogger(name).addHandler(caplog.handler)
     try:
-        with pytest.raises(raised):
+        with pytest.raises(raised, match=message):
             launch(function, 2)
     finally:
         for name in _LOGGERS:
@@ -153,98 +149,95 @@ def test_no_ranks_are_refused():
         launch(rank_times, 0, 5)
 
 
+def say_asleep():
+    os.write(1, f"asleep {os.getpid()}\n".encode())  # at once: print writes the end of the line by itself
+
+
 def sleep_long():
-    os.write(1, b"asleep\n")  # at once: print writes the end of the line by itself
+    say_asleep()
     time.sleep(60)
 
 
 def end_when_told():
     told = []
     signal.signal(signal.SIGUSR1, lambda number, frame: told.append(number))
-    os.write(1, b"asleep\n")
+    say_asleep()
     deadline = time.monotonic() + 30
     while not told and time.monotonic() < deadline:
         time.sleep(0.01)
     return bool(told)
 
 
-def started(function, *, then="", **options):
-    """A launcher of two such ranks in a process group of its own, when both have said a line."""
-    code = (
-        "import os, signal\n"
-        f"from tests.torch.runtime.test_launch import launch, {function}\n"
-        "if __name__ == '__main__':\n"
-        f"    try: print(launch({function}, 2, **{options}))\n"
-        "    except KeyboardInterrupt: print('interrupted')\n"
-        f"    {then}\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert process.stdout is not None and process.stderr is not None
-    assert process.stdout.readline() == process.stdout.readline() == "asleep\n"
-    return process
-
-
-@pytest.mark.parametrize(
-    ("number", "forward_signals"), [(signal.SIGINT, False), (signal.SIGHUP, False), (signal.SIGINT, True)]
-)
-def test_an_interrupt_ends_all_ranks_in_one_line(number, forward_signals):
-    process = started("sleep_long", forward_signals=forward_signals)
-    os.killpg(process.pid, number)
-    out, errors = process.communicate(timeout=20)
-    assert (out, errors) == ("interrupted\n", "")
-    assert all_gone(process.pid, within_seconds=10)
-
-
-def test_a_signal_to_the_whole_group_reaches_ranks_that_end_by_themselves():
-    another = "os.kill(os.getpid(), signal.SIGTERM)"  # it has its answer: another signal must not take it
-    process = started("end_when_told", then=another, forward_signals=True)
-    os.killpg(process.pid, signal.SIGUSR1)
-    out, errors = process.communicate(timeout=20)
-    assert out == "[True, True]\n" and process.returncode == 0 and "Traceback" not in errors
-    assert all_gone(process.pid, within_seconds=10)
-
-
 def never_end():
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.write(1, b"asleep\n")
-    time.sleep(60)
+    sleep_long()
 
 
-def test_a_second_interrupt_aborts_ranks_that_do_not_end():
-    process = started("never_end", forward_signals=True, max_restarts=1)
-    for _ in range(2):  # one that comes twice is one
+# What is launched in turn, and what happens to each is below. Those that forward signals come last: a launcher that
+# has its answer ignores signals from then on.
+LAUNCHES = """
+import os, signal
+from tests.torch.runtime import test_launch as ranks
+if __name__ == "__main__":
+    for function, options in (
+        (ranks.sleep_long, {}),
+        (ranks.sleep_long, {}),
+        (ranks.sleep_long, {"forward_signals": True}),
+        (ranks.end_when_told, {"forward_signals": True}),
+        (ranks.never_end, {"forward_signals": True, "max_restarts": 1}),
+        (ranks.sleep_long, {}),
+    ):
+        try: print(ranks.launch(function, 2, **options), flush=True)
+        except KeyboardInterrupt: print("interrupted", flush=True)
+        os.kill(os.getpid(), signal.SIGTERM) if options else None
+"""
+
+
+@pytest.mark.alone
+def test_a_launcher_that_is_told_to_end_ends_its_ranks_and_nobody_outlives_it(tmp_path):
+    """One launcher after the other in one process, each with two ranks, and a signal to all of its process group."""
+    with open(tmp_path / "errors", "wb") as errors:
+        command = [sys.executable, "-c", LAUNCHES]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, start_new_session=True)
+
+    def started() -> list[int]:
+        return [int(process.stdout.readline().removeprefix("asleep ")) for _ in range(2)]
+
+    def answer(pids: list[int]) -> str:
+        said = process.stdout.readline()
+        assert within(10, lambda: not any(map(is_running, pids)))
+        return said
+
+    try:
+        for strike, number in ((os.killpg, signal.SIGINT), (os.kill, signal.SIGHUP), (os.killpg, signal.SIGINT)):
+            pids = started()
+            strike(process.pid, number)
+            assert answer(pids) == "interrupted\n"
+        pids = started()
+        os.killpg(process.pid, signal.SIGUSR1)
+        assert answer(pids) == "[True, True]\n", "ranks end by themselves"
+        pids = started()
+        for _ in range(2):  # one that comes twice is one
+            os.killpg(process.pid, signal.SIGINT)
+        time.sleep(ABORT_AFTER_SECONDS + 0.1)
+        assert all(map(is_running, pids))
         os.killpg(process.pid, signal.SIGINT)
-    with pytest.raises(subprocess.TimeoutExpired):
-        process.wait(ABORT_AFTER_SECONDS + 0.3)
-    struck = time.monotonic()
-    os.killpg(process.pid, signal.SIGINT)
-    out, errors = process.communicate(timeout=20)
-    assert out == "interrupted\n" and "Traceback" not in errors
-    assert time.monotonic() - struck < 5
-    assert all_gone(process.pid, within_seconds=10)
+        assert answer(pids) == "interrupted\n", "a second interrupt aborts ranks that do not end"
+        started()
+        assert (tmp_path / "errors").read_text() == ""
+        process.kill()
+        assert process.wait(10) == -signal.SIGKILL
+        assert within(10, lambda: not any(map(is_running, members(process.pid))))
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
 
 
-def test_nobody_outlives_a_killed_launcher():
-    process = started("sleep_long")
-    process.kill()
-    process.communicate(timeout=20)
-    assert all_gone(process.pid, within_seconds=10)
-
-
-def all_gone(process_group: int, within_seconds: float) -> bool:
-    deadline = time.monotonic() + within_seconds
-    while time.monotonic() < deadline:
-        try:
-            os.killpg(process_group, 0)
-        except ProcessLookupError:
-            return True
-        # Where the first process of a system takes its time, what has ended is still a member for seconds.
-        if sys.platform == "linux" and not any(map(is_running, members(process_group))):
-            return True
-        time.sleep(0.1)
-    return False
+def within(seconds: float, condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return condition()
 
 
 def members(process_group: int) -> list[int]:
@@ -261,5 +254,5 @@ def test_a_rank_that_waits_for_one_that_never_comes_says_so(monkeypatch, capfd):
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "9")):
         monkeypatch.setenv(name, value)
     with pytest.raises(RuntimeError):
-        join(timeout=timedelta(seconds=2))
+        join(timeout=timedelta(seconds=0.5))
     assert "rank 1 has waited 0 s at 127.0.0.1:9 for all 2 ranks of this job; start" in capfd.readouterr().err

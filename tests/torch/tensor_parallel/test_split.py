@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 import ringspan as rs
 from ringspan.torch.tensor_parallel.split import refuse_split
 from ringspan.train.run_folder.export import save_model
+from tests.cases import long
 from tests.torch.data.test_cross_entropy import CHUNKS, EXTRAS, example, whole
 from tests.torch.models import build, logged, relative, tokens
 from tests.torch.test_parallelize import one_step, ring_step
@@ -26,15 +27,17 @@ CASES = [
     # kind, ranks, tp, replicate, layout, length, batch, accumulate, options
     ("llama", 4, 2, 1, "zigzag", 37, 2, 1, {"changes": EVEN}),
     ("llama", 4, 2, 1, "striped", 23, 1, 3, {"changes": BIASED, "labels": "few"} | SEGMENTS),
-    ("qwen3", 4, 2, 1, "contiguous", 37, 1, 2, {"changes": EVEN, "checkpoint": "none", "loss_chunk_tokens": 5}),
     ("qwen3", 4, 2, 1, "zigzag", 37, 1, 1, {}),  # a vocabulary of 97: every rank has the whole head
     ("llama-tied", 4, 2, 1, "zigzag", 31, 1, 1, {"changes": EVEN | {"pad_token_id": 60}, "loss_chunk_vocabulary": 20}),
     ("llama", 4, 2, 1, "zigzag", 37, 1, 1, {"changes": EVEN, "route": "ulysses", "documents": [[5, 20, 1, 11]]}),
     ("llama", 4, 2, 2, "zigzag", 37, 1, 2, {"changes": EVEN, "feedforward_chunk_tokens": 7}),
-    ("llama", 2, 2, 1, "zigzag", 37, 2, 1, {"changes": EVEN, "offload": "activations"}),
     ("llama", 4, 4, 1, "zigzag", 37, 1, 1, {"changes": {"vocab_size": 96, "num_key_value_heads": 4}}),
     ("gemma3_text", 4, 2, 1, "zigzag", 45, 1, 1, {"changes": EVEN}),
-    ("mistral-window", 4, 2, 1, "zigzag", 45, 1, 1, {"changes": EVEN}),
+    *long(
+        ("qwen3", 4, 2, 1, "contiguous", 37, 1, 2, {"changes": EVEN, "checkpoint": "none", "loss_chunk_tokens": 5}),
+        ("llama", 2, 2, 1, "zigzag", 37, 2, 1, {"changes": EVEN, "offload": "activations"}),
+        ("mistral-window", 4, 2, 1, "zigzag", 45, 1, 1, {"changes": EVEN}),
+    ),
 ]
 
 

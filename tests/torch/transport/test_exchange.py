@@ -13,8 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 import ringspan as rs
 from ringspan.torch.transport.exchange import COUNTERS, Exchange, TensorSpec
 
-pytestmark = pytest.mark.alone
-
 
 def test_receives_are_posted_before_sends(monkeypatch: pytest.MonkeyPatch):
     # Otherwise gloo's request for a block waits behind the block that goes the other way: half the bandwidth.
@@ -47,7 +45,7 @@ CASES: dict[str, tuple[tuple[int, str], tuple[int, str], str]] = {
 
 
 def unequal(mesh: DeviceMesh, name: str, delay: int) -> float:
-    """Seconds that this rank takes to refuse; one of them comes late."""
+    """Rank 1 is given something else, and one rank comes late; return the seconds to the refusal."""
     group, rank = dist.new_group(range(mesh.size())), dist.get_rank()
     for _ in range(2):
         for known in KNOWN:
@@ -55,27 +53,25 @@ def unequal(mesh: DeviceMesh, name: str, delay: int) -> float:
     first, others, differs = CASES[name]
     dist.barrier()
     if delay == rank:
-        time.sleep(0.2)
+        time.sleep(0.1)
     started = time.perf_counter()
     with pytest.raises(rs.PeerMismatch, match=f"different {differs}") as caught:
         of_size(group, *(first if rank == 1 else others))
     seconds = time.perf_counter() - started
-    values = str(caught.value).split("rank ")[1:]
-    assert len(values) == 4 and "not heard" not in str(caught.value)
-    assert [value.split(": ")[1].strip(", ") == values[0].split(": ")[1].strip(", ") for value in values] == [
-        True,
-        False,
-        True,
-        True,
-    ]
+    values = [value.partition(": ")[2].strip(", ") for value in str(caught.value).split("rank ")[1:]]
+    assert "not heard" not in str(caught.value), "no time-out is waited for"
+    assert values == [values[0], values[1], values[0], values[0]] and values[0] != values[1]
     return seconds
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(("name", "delay"), [(name, number % 2) for number, name in enumerate(CASES)])
 def test_a_rank_that_is_given_something_else_is_named_by_all(pool, name, delay):
-    for seconds in pool.run(unequal, 4, name, delay):
-        assert seconds < 0.2 + 0.5
+    pool.run(unequal, 4, name, delay)
+
+
+@pytest.mark.alone
+def test_a_rank_that_is_given_something_else_is_named_in_half_a_second(pool):
+    assert max(pool.run(unequal, 4, "both known", 1)) < 0.1 + 0.5
 
 
 def in_the_middle(mesh: DeviceMesh) -> str:
@@ -105,4 +101,4 @@ def uneven(mesh: DeviceMesh, calls: int) -> None:
 
 
 def test_ranks_that_are_late_or_early_raise_no_alarm(pool):
-    pool.run(uneven, 4, 120)
+    pool.run(uneven, 4, 60)

@@ -20,8 +20,6 @@ from ringspan.torch.transport.agreement import agree, queues_of, shared_bytes
 from ringspan.torch.transport.exchange import Exchange, TensorSpec
 from ringspan.torch.transport.queue import OutOfStepError, SharedQueues
 
-pytestmark = pytest.mark.alone
-
 CPU = torch.device("cpu")
 
 
@@ -150,30 +148,27 @@ def ranks_in_threads(monkeypatch):
 
     def make(seconds=10.0):
         barrier, given = threading.Barrier(3), [None] * 3
+        groups = [Group(rank, barrier, given) for rank in range(3)]
         with ThreadPoolExecutor(3) as threads:
-            ranks = list(
-                threads.map(partial(SharedQueues, seconds=seconds), [Group(r, barrier, given) for r in range(3)])
-            )
-        if not ranks[0].carries(1):
-            pytest.skip("no shared memory on this machine")
-        return ranks
+            return list(threads.map(partial(SharedQueues, seconds=seconds), groups))
 
+    if not make()[0].carries(1):
+        pytest.skip("no shared memory on this machine")
     return make
 
 
 def test_a_message_that_does_not_come_ends_with_the_rank_that_owes_it(ranks_in_threads):
     reader, _, writer = ranks_in_threads(seconds=0.1)
     expected = reader.expect(2, 5, 8)
-    with pytest.raises(RuntimeError, match="rank 2 of this ring has sent nothing for 0 s"):
+    with pytest.raises(RuntimeError, match="rank 2 of this ring has sent nothing for"):
         reader.receive(expected)
     process = subprocess.Popen(["sleep", "60"])
     reader._pulses[2] = queue._Pulse(process.pid)
     assert reader._pulses[2].beats
     process.kill()
-    started = time.perf_counter()
+    reader._seconds = 60.0
     with pytest.raises(RuntimeError, match="rank 2 of this ring has ended"):
         reader.receive(expected)
-    assert time.perf_counter() - started < 0.5
     process.wait()
     writer.send(torch.arange(8, dtype=torch.uint8), 0, tag=5)
     assert reader.receive(expected).tolist() == list(range(8)), "what it sent before it ended has come"
@@ -184,7 +179,7 @@ def test_a_full_queue_waits_for_its_reader(ranks_in_threads):
     message, count = torch.zeros(4, dtype=torch.uint8), queue._CAPACITY + 3
     with ThreadPoolExecutor(1) as thread:
         sending = thread.submit(lambda: [writer.send(message, 1, tag) for tag in range(count)])
-        time.sleep(0.3)
+        time.sleep(0.1)
         assert not sending.done()
         for tag in range(count):
             reader.receive(reader.expect(0, tag, 4))
@@ -282,17 +277,6 @@ def test_too_many_ranks_or_another_machine_share_nothing(monkeypatch):
     assert shared._anonymous_file(2) is None
 
 
-def alone(mesh):
-    group, rank, _ = opened(mesh, "alone")
-    monkey = shared._anonymous_file
-    shared._anonymous_file = (lambda ranks: None) if rank == 1 else monkey
-    try:
-        queues = SharedQueues(group, 10.0)
-    finally:
-        shared._anonymous_file = monkey
-    return queues.carries(1 - rank), queues.memory.allocate(1 << 20)
-
-
 def limited(mesh, limit, size):
     """A ring whose last rank may use so much of something, and a message around it."""
     group, rank, ranks = opened(mesh, f"limited {limit}")
@@ -316,44 +300,26 @@ def test_a_rank_with_a_limit_talks_through_sockets_and_all_know(pool, limit):
 
 
 @pytest.mark.parametrize(
-    ("name", "replacement"),
+    ("module", "name", "number"),
     [
-        ("memfd_create", None),
-        ("memfd_create", OSError(errno.ENOSYS, "not implemented")),
-        ("memfd_create", OSError(errno.EMFILE, "too many open files")),
-        ("ftruncate", OSError(errno.EFBIG, "file too large")),
-        ("readlink", OSError(errno.ENOENT, "no /proc")),
+        (os, "memfd_create", None),
+        (os, "memfd_create", errno.ENOSYS),
+        (os, "memfd_create", errno.EMFILE),
+        (os, "ftruncate", errno.EFBIG),
+        (os, "readlink", errno.ENOENT),
+        (shared.mmap, "mmap", errno.ENOMEM),
     ],
 )
-def test_what_the_system_refuses_is_no_error(monkeypatch, ranks_in_threads, name, replacement):
+def test_what_the_system_refuses_is_no_error(monkeypatch, ranks_in_threads, module, name, number):
     def refuse(*args):
-        raise replacement
+        raise OSError(number, "refused")
 
     open_files = len(os.listdir("/proc/self/fd"))
-    if replacement is None:
-        monkeypatch.delattr(os, name)
+    if number is None:
+        monkeypatch.delattr(module, name)
     else:
-        monkeypatch.setattr(os, name, refuse)
-    barrier, given = threading.Barrier(3), [None] * 3
-    with ThreadPoolExecutor(3) as threads:
-        ranks = list(threads.map(partial(SharedQueues, seconds=10.0), [Group(r, barrier, given) for r in range(3)]))
+        monkeypatch.setattr(module, name, refuse)
+    ranks = ranks_in_threads()
     monkeypatch.undo()
     assert not any(rank.carries(other) for rank in ranks for other in range(3))
     assert len(os.listdir("/proc/self/fd")) == open_files
-
-
-def test_memory_that_cannot_be_mapped_is_no_error(monkeypatch, ranks_in_threads):
-    def refuse(descriptor, size):
-        raise OSError(errno.ENOMEM, "cannot allocate memory")
-
-    open_files = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(shared.mmap, "mmap", refuse)
-    barrier, given = threading.Barrier(3), [None] * 3
-    with ThreadPoolExecutor(3) as threads:
-        ranks = list(threads.map(partial(SharedQueues, seconds=10.0), [Group(r, barrier, given) for r in range(3)]))
-    assert not any(rank.carries(other) for rank in ranks for other in range(3))
-    assert len(os.listdir("/proc/self/fd")) == open_files
-
-
-def test_both_sides_know_when_one_cannot_share(pool):
-    assert pool.run(alone, 2) == [(False, None)] * 2

@@ -23,7 +23,6 @@ from tests.train.test_loop import settings, text, train_on  # noqa: F401  text i
 STEPS = 3
 MESHES = {
     "ring of 4": {"checkpoints": {"every_steps": 2}},
-    "2 x 2": {"mesh": {"replicate": 2}},
     "heads over 2, bfloat16": {
         "mesh": {"tp": 2},
         "model": {"dtype": "bfloat16"},

@@ -13,6 +13,7 @@ import ringspan as rs
 from ringspan.torch.layers.decoder import head_counts, layer_kinds
 from ringspan.torch.model.support import refuse_unsupported
 from ringspan.torch.model.view import view_of
+from tests.cases import long
 from tests.every_model.run import BOUND, error_of, on_the_ring, one_process
 from tests.every_model.tiny import tiny_config, tiny_model, tiny_tokens
 
@@ -20,16 +21,18 @@ from tests.every_model.tiny import tiny_config, tiny_model, tiny_tokens
 @pytest.mark.parametrize(
     "kind",
     [
-        "kosmos-2.5:multimodal",  # a table that counts tokens itself, from the rows behind those for padding
-        "granite_speech:multimodal",  # without the scale of logits that the config of its text has
         "roberta",  # a head of several layers; positions behind the rows for padding
         "bart",  # counts its positions itself
         "gpt_neo",  # attention in a method, with windows
         "openai-gpt",  # with transposed keys, and layers that cannot be checkpointed
-        "rembert",  # inline
-        "xglm",  # inline, with scaled queries
         "falcon",  # one key head for all
         "bloom",  # ALiBi
+        *long(
+            "kosmos-2.5:multimodal",  # a table that counts tokens itself, from the rows behind those for padding
+            "granite_speech:multimodal",  # without the scale of logits that the config of its text has
+            "rembert",  # inline
+            "xglm",  # inline, with scaled queries
+        ),
     ],
 )
 def test_packed_documents_on_three_ranks_are_each_those_of_one_process(pool, kind):

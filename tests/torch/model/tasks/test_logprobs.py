@@ -12,6 +12,7 @@ from torch.nn.functional import logsigmoid
 
 import ringspan as rs
 from ringspan.measure.trace.peak import allocated_bytes
+from tests.cases import long
 from tests.torch.layers.blockwise.test_head import alter, halve
 from tests.torch.models import build, relative, tokens, whole_gradients
 from tests.torch.test_parallelize import restarting
@@ -118,29 +119,34 @@ def on_ring(mesh: DeviceMesh, loss: str, kind: str, batch: dict[str, Tensor], la
 CASES: list[tuple[Any, ...]] = [
     # kind, ranks, replicate, tp, layout, length, rows of all replicas, labels, options
     ("llama", 3, 1, 1, "balanced", 37, 2, "all", {"documents": [[5, 20, 1, 11], [30, 7]]}),
-    ("llama", 3, 1, 1, "striped", 50, 2, "completions", {"checkpoint": "none", "loss_chunk_tokens": 5}),
     ("llama", 4, 1, 1, "contiguous", 41, 3, "few", {"checkpoint": "full"}),
     ("llama", 4, 1, 1, "zigzag", 3, 1, "all", {}),  # two ranks hold nothing but padding
     ("llama", 2, 1, 1, "zigzag", 30, 2, "none", {}),
-    ("llama", 2, 1, 1, "striped", 37, 3, "padded", {}),
     ("gpt2", 3, 1, 1, "zigzag", 37, 3, "padded left", {}),
     ("mistral-window", 2, 1, 1, "balanced", 37, 3, "padded left", {"changes": DYNAMIC}),
     ("llama-tied", 4, 1, 2, "striped", 37, 2, "all", {"changes": EVEN, "loss_chunk_vocabulary": 13}),
-    ("gemma2", 2, 1, 2, "zigzag", 37, 2, "completions", {"changes": EVEN, "loss_chunk_tokens": 5}),
     ("gemma2", 3, 1, 1, "zigzag", 33, 2, "completions", {"loss_chunk_vocabulary": 31}),
-    ("granite", 2, 1, 1, "zigzag", 37, 2, "completions", {"loss_chunk_tokens": 7}),
     ("mixtral", 2, 1, 1, "zigzag", 37, 2, "all", {"changes": {"num_local_experts": 4, "output_router_logits": True}}),
     ("llama", 2, 1, 1, "zigzag", 37, 2, "completions", {"z_loss": 0.1, "label_smoothing": 0.2}),
     ("llama", 4, 2, 1, "striped", 30, 4, "all", {"documents": [[9, 21], [30], [3, 3, 24], [3, 3, 24]]}),
     ("llama", 2, 1, 1, "zigzag", 37, 3, "completions", {"how": "adapted", "loss_chunk_tokens": 5}),
-    ("gemma2", 3, 1, 1, "striped", 37, 2, "completions", {"how": "hook"}),
     ("llama", 4, 2, 1, "zigzag", 37, 2, "completions", {"how": "hook with parameters"}),
+]
+MORE: list[tuple[Any, ...]] = [
+    ("llama", 3, 1, 1, "striped", 50, 2, "completions", {"checkpoint": "none", "loss_chunk_tokens": 5}),
+    ("llama", 2, 1, 1, "striped", 37, 3, "padded", {}),
+    ("gemma2", 2, 1, 2, "zigzag", 37, 2, "completions", {"changes": EVEN, "loss_chunk_tokens": 5}),
+    ("granite", 2, 1, 1, "zigzag", 37, 2, "completions", {"loss_chunk_tokens": 7}),
+    ("gemma2", 3, 1, 1, "striped", 37, 2, "completions", {"how": "hook"}),
 ]
 
 
 @pytest.mark.parametrize(
     ("kind", "ranks", "replicate", "tp", "layout", "length", "rows", "labels", "options", "loss"),
-    [(*case, loss) for case, loss in zip(CASES, cycle(LOSSES), strict=False)],
+    [
+        *((*case, loss) for case, loss in zip(CASES, cycle(LOSSES), strict=False)),
+        *long(*((*case, loss) for case, loss in zip(MORE, cycle(LOSSES), strict=False))),
+    ],
 )
 def test_logprobs_and_gradients_are_those_of_whole_logits(
     pool, kind, ranks, replicate, tp, layout, length, rows, labels, options, loss
@@ -185,7 +191,7 @@ def two_calls(mesh: DeviceMesh, chosen: dict[str, Tensor], rejected: dict[str, T
     return whole_gradients(model)
 
 
-@pytest.mark.parametrize("evaluates", [False, True])
+@pytest.mark.parametrize("evaluates", [*long(False), True])
 def test_one_loss_of_several_calls(pool, evaluates):
     """Of other lengths, as preferences are."""
     chosen, rejected = whole_batch(2, 37, "completions"), whole_batch(2, 22, "all")
@@ -235,11 +241,11 @@ def held(mesh: DeviceMesh, rows: int, trains: bool) -> int:
     return allocated_bytes(call)
 
 
-@pytest.mark.parametrize("trains", [False, True])
+@pytest.mark.parametrize("trains", [*long(False), True])
 def test_whole_logits_never_exist(pool, trains):
-    (short, *_), (long, *_) = pool.run(held, 2, 1, trains), pool.run(held, 2, 3, trains)
+    (one, *_), (three, *_) = pool.run(held, 2, 1, trains), pool.run(held, 2, 3, trains)
     logits = 2 * 256 * 30_000 * 4  # of the two further rows on this rank
-    assert long - short < 0.1 * logits
+    assert three - one < 0.1 * logits
 
 
 def mixed_up(mesh: DeviceMesh, how: str) -> None:
