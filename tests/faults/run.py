@@ -13,15 +13,15 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ringspan.measure.bench.machine import describe_machine
+from ringspan.measure.machine import describe_machine
 from tests.faults.faults import FAULTS
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "faults-cpu.json"
 # Faults whose figures the test suite holds already: what strikes, how often, and the test.
 TESTED = {
-    "flipped, cut, missing and stale files": (200, "tests/train/checkpoints/test_checkpoint.py::test_every_damage_is"),
-    "a full disk": (1, "tests/train/checkpoints/test_checkpoint.py::test_a_full_disk"),
+    "flipped, cut, missing and stale files": (200, "tests/checkpoints/test_checkpoint.py::test_every_damage_is"),
+    "a full disk": (1, "tests/checkpoints/test_checkpoint.py::test_a_full_disk"),
     "a NaN or Inf on one rank": (3, "tests/train/test_guard.py::test_all_ranks_skip"),
     "mutated manifests, shards and configurations": (10_000, "tests/faults/test_fuzz.py"),
     "unequal input to one ring": (12, "tests/faults/test_unequal.py::test_unequal"),
