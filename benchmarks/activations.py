@@ -21,12 +21,12 @@ import torch.distributed as dist
 from category_picture import category_picture
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
+from turns import timed_in_turns
 
 import ringspan as rs
 from ringspan.core.arguments import FREE_CHUNK_TOKENS
-from ringspan.measure.bench.machine import describe_machine
 from ringspan.measure.bench.step import StepCase, small_llama
-from ringspan.measure.bench.timing import timed, timed_in_turns
+from ringspan.measure.machine import describe_machine, timed
 from ringspan.measure.trace.dry_run import trace
 from ringspan.plan.cost.setting import Setting
 from ringspan.report.drawing import svg

@@ -20,9 +20,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import ringspan as rs
-from ringspan.measure.bench.machine import describe_machine
-from ringspan.measure.bench.timing import timed_in_turns
-from ringspan.measure.trace.peak import allocated_bytes
+from benchmarks.turns import timed_in_turns
+from ringspan.measure.machine import allocated_bytes, describe_machine
 from ringspan.torch.runtime.launch import launch
 
 RESULT: Final = Path(__file__).parent / "results" / "ancestors-cpu.json"

@@ -20,7 +20,7 @@ from ringspan.core.names import CACHE_DTYPE_NAMES, CacheDtypeName, find_name
 from ringspan.generate.folder import load_config, load_tokenizer
 from ringspan.generate.session import session
 from ringspan.generate.settings import GenerateSettings
-from ringspan.measure.bench.machine import describe_machine
+from ringspan.measure.machine import describe_machine
 from ringspan.torch.runtime.launch import launch, local_device
 
 DTYPES: Final[tuple[CacheDtypeName, ...]] = ("bfloat16", "fp8", "int8", "int4")

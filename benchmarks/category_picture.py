@@ -6,7 +6,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from ringspan.report.charts import megabytes
+from ringspan.report.demo_page import megabytes
 from ringspan.report.drawing import RANK_COLOURS, canvas, rectangle, text
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import ringspan as rs
-from ringspan.measure.bench.machine import describe_machine
+from ringspan.measure.machine import describe_machine
 from tests.torch.attention.test_ring import Problem
 
 RESULT: Final = Path(__file__).parent / "results" / "communication-error-cpu.json"

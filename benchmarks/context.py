@@ -26,7 +26,7 @@ from ringspan.cli.commands.bench import Dtype, LayoutOption, Ranks
 from ringspan.core.errors import ConfigError
 from ringspan.core.geometry.layout import layout_name
 from ringspan.core.names import LayoutName
-from ringspan.measure.bench.machine import describe_machine
+from ringspan.measure.machine import describe_machine, peak_bytes
 from ringspan.plan.cost.memory import saved_per_token
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.model.configs import from_config
@@ -35,7 +35,6 @@ from ringspan.torch.parallelize import parallelize
 from ringspan.torch.runtime.launch import launch, local_device
 from ringspan.torch.runtime.mesh import init_mesh
 from ringspan.torch.transport.clock import synchronize
-from ringspan.train.metrics import peak_bytes
 
 OptionsName = Literal["on", "off"]
 # Everything that keeps activations small, and nothing of it: whole logits, whole layers.

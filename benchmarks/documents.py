@@ -28,11 +28,11 @@ from torch.nn.functional import scaled_dot_product_attention
 import ringspan as rs
 from benchmarks import namespaces
 from benchmarks.namespaces import LINK, ask, bridged, path, run, serve
+from benchmarks.turns import timed_in_turns
 from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.names import BatchLayoutName
 from ringspan.core.schedule.schedule import make_schedule
-from ringspan.measure.bench.machine import describe_machine
-from ringspan.measure.bench.timing import timed, timed_in_turns
+from ringspan.measure.machine import describe_machine, timed
 from ringspan.torch.runtime.launch import launch
 
 RESULT: Final = Path(__file__).parent / "results" / "documents-cpu.json"

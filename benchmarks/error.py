@@ -17,7 +17,7 @@ from matplotlib import pyplot
 from torch.nn.functional import scaled_dot_product_attention
 
 import ringspan as rs
-from ringspan.measure.bench.machine import describe_machine
+from ringspan.measure.machine import describe_machine
 from tests.torch.attention.test_ring import FLOAT32_LIMIT, Problem
 
 RESULT: Final = Path(__file__).parent / "results" / "error-cpu.json"

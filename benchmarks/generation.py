@@ -17,10 +17,8 @@ from transformers import DynamicCache
 
 from ringspan.cli.checks import check_dtype
 from ringspan.cli.commands.bench import Dtype, Ranks, Repeats
-from ringspan.measure.bench.machine import describe_machine
 from ringspan.measure.bench.step import StepCase, small_llama
-from ringspan.measure.bench.timing import timed
-from ringspan.measure.trace.peak import allocated_bytes
+from ringspan.measure.machine import allocated_bytes, describe_machine, timed
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.runtime.launch import launch, local_device
 from ringspan.torch.runtime.mesh import init_mesh

@@ -21,7 +21,7 @@ import ringspan as rs
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.schedule.kernel_launches import KernelLaunches, bands
 from ringspan.core.schedule.schedule import make_schedule
-from ringspan.measure.bench.machine import describe_machine
+from ringspan.measure.machine import describe_machine
 from ringspan.torch import kernels
 from ringspan.torch.attention import ring
 from ringspan.torch.attention.spec import AttentionSpec

@@ -18,9 +18,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from ringspan.measure.bench.machine import describe_machine
+from ringspan.measure.machine import describe_machine
 from ringspan.report.drawing import svg
-from ringspan.report.evaluation_charts import curves
+from ringspan.report.evaluation import curves
 
 ROOT: Final = Path(__file__).parents[1]
 RESULT: Final = ROOT / "benchmarks" / "results" / "in-context-rl-cpu.json"

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 from typing import Any, Final
 
-from ringspan.measure.bench.machine import describe_machine
+from ringspan.measure.machine import describe_machine
 
 ROOT: Final = Path(__file__).parents[1]
 RESULT: Final = ROOT / "benchmarks" / "results" / "in-context-rl-memory-cpu.json"

@@ -29,7 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 import ringspan as rs
 from ringspan.jax import init_mesh, ring_attention
-from ringspan.measure.bench.machine import describe_machine
+from ringspan.measure.machine import describe_machine
 
 HEADS, HEAD_DIM = 8, 64
 # A device of its own for each core, so that products need no further threads; and the whole width of AVX-512.

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 import ringspan as rs
 from benchmarks.layouts import lognormal
-from ringspan.measure.bench.machine import describe_machine
+from ringspan.measure.machine import describe_machine
 
 RESULT: Final = Path(__file__).parent / "results" / "layout-solver-cpu.json"
 DOCUMENTS: Final = 10_000

@@ -17,9 +17,8 @@ import torch.distributed as dist
 from transformers.generation.streamers import BaseStreamer
 
 import ringspan as rs
-from ringspan.measure.bench.machine import describe_machine
 from ringspan.measure.bench.step import StepCase, small_llama
-from ringspan.measure.trace.peak import allocated_bytes
+from ringspan.measure.machine import allocated_bytes, describe_machine
 from ringspan.torch.runtime.launch import launch
 
 RESULT: Final = Path(__file__).parent / "results" / "long-prompts-cpu.json"

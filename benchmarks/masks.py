@@ -22,12 +22,12 @@ from typing import Any, Final
 import numpy as np
 import torch
 import torch.distributed as dist
+from turns import timed_in_turns
 
 import ringspan as rs
 from ringspan.core.names import LAYOUT_NAMES
 from ringspan.core.schedule.schedule import make_schedule
-from ringspan.measure.bench.machine import describe_machine
-from ringspan.measure.bench.timing import timed_in_turns
+from ringspan.measure.machine import describe_machine
 from ringspan.torch.runtime.launch import launch
 from ringspan.torch.transport.exchange import COUNTERS
 

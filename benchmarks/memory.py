@@ -20,10 +20,9 @@ from ringspan.cli.commands.bench import Dtype, LayoutOption, Length
 from ringspan.core.errors import ConfigError
 from ringspan.core.geometry.layout import layout_name
 from ringspan.core.names import CATEGORIES, CheckpointName, LayoutName
-from ringspan.measure.bench.machine import describe_machine
-from ringspan.measure.bench.memory import held_activations
 from ringspan.measure.bench.step import StepCase, small_llama
-from ringspan.measure.trace.tracker import MemoryTracker, train_step
+from ringspan.measure.machine import describe_machine
+from ringspan.measure.trace.tracker import MemoryTracker, held_activations, train_step
 from ringspan.report.drawing import svg
 from ringspan.torch.data.batch import shard_batch
 from ringspan.torch.parallelize import parallelize

@@ -28,11 +28,11 @@ from torch import Tensor
 import ringspan as rs
 from benchmarks import namespaces
 from benchmarks.namespaces import LINK, ask, bridged, path, run, serve, swap
+from benchmarks.turns import timed_in_turns
 from ringspan.core.schedule.choice import choose_route
 from ringspan.core.schedule.timing import Speeds, pair_flops, passes, slowest
 from ringspan.core.schedule.workspace import Shape
-from ringspan.measure.bench.machine import describe_machine
-from ringspan.measure.bench.timing import timed_in_turns
+from ringspan.measure.machine import describe_machine
 
 RESULT: Final = Path(__file__).parent / "results" / "nodes-cpu.json"
 RANKS: Final = 4

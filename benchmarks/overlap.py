@@ -32,8 +32,7 @@ from matplotlib import pyplot
 import ringspan as rs
 from benchmarks import namespaces
 from benchmarks.namespaces import LINK, ask, link, namespaced, path, rank_command, run, serve, swap
-from ringspan.measure.bench.machine import describe_machine
-from ringspan.measure.bench.timing import timed
+from ringspan.measure.machine import describe_machine, timed
 from ringspan.torch.transport.exchange import COUNTERS
 
 RESULT: Final = Path(__file__).parent / "results" / "overlap-cpu.json"

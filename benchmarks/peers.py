@@ -349,7 +349,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="interleaved repeats; the medians are reported")
     parser.add_argument("--output", type=Path, default=RESULT, help="the JSON file; rows of other cases in it stay")
     options = parser.parse_args()
-    from ringspan.measure.bench.machine import describe_machine
+    from ringspan.measure.machine import describe_machine
 
     kept = json.loads(options.output.read_text()) if options.output.exists() else []
     for dtype in options.dtypes:

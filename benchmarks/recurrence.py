@@ -27,8 +27,7 @@ from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 import ringspan as rs
 from ringspan.core.geometry.layout import CustomLayout
 from ringspan.core.recurrence.spans import places_of
-from ringspan.measure.bench.machine import describe_machine
-from ringspan.measure.bench.timing import timed
+from ringspan.measure.machine import describe_machine, timed
 from ringspan.torch.memory.checkpointing import checkpoint_layers
 from ringspan.torch.model.view import view_of
 from ringspan.torch.recurrence.current import SequencePass

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from benchmarks.result_files import read, table
-from ringspan.measure.bench.machine import describe_machine
-from ringspan.report.evaluation_charts import save_picture
+from ringspan.measure.machine import describe_machine
+from ringspan.report.evaluation import save_picture
 
 ROOT: Final = Path(__file__).parents[1]
 RESULT: Final = ROOT / "benchmarks" / "results" / "retrieval-cpu.json"

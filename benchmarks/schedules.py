@@ -22,7 +22,7 @@ import ringspan as rs
 from benchmarks.layouts import drawn
 from ringspan.core.geometry.layout import CustomLayout, Layout, layout_name
 from ringspan.core.schedule.schedule import make_schedule
-from ringspan.measure.bench.machine import describe_machine
+from ringspan.measure.machine import describe_machine
 
 RESULT: Final = Path(__file__).parent / "results" / "schedules-cpu.json"
 TOKENS: Final = 16_384

@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 from examples.jax_llama import Llama, LlamaConfig, mean_loss, shardings
 from ringspan.jax import sharded_ring_attention
 from ringspan.jax.mesh import BATCH_AXES
-from ringspan.measure.bench.machine import describe_machine
+from ringspan.measure.machine import describe_machine
 from ringspan.plan.model.configs import MODELS
 
 RESULT: Final = Path(__file__).parent / "results" / "tpu-compiled.json"

@@ -32,7 +32,7 @@ from triton.runtime import driver
 from ringspan.core.geometry.tile import Tile
 from ringspan.core.schedule.kernel_launches import whole
 from ringspan.gpu.support import interprets_triton
-from ringspan.measure.bench.machine import describe_machine
+from ringspan.measure.machine import describe_machine
 from ringspan.torch.kernels.contract import BackwardInputs
 from ringspan.torch.kernels.local import triton_attention
 from ringspan.torch.kernels.partials import triton_merge

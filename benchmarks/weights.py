@@ -234,7 +234,7 @@ def main() -> None:
         )
         ranks = ring.result()
         same = same_files(folder, out)
-    from ringspan.measure.bench.machine import describe_machine
+    from ringspan.measure.machine import describe_machine
 
     shards = sum(each["shard_bytes"] for each in ranks)
     before = ring.peaks["before"]

@@ -23,7 +23,7 @@ from ringspan.evaluate.runner import EvalResult
 from ringspan.generate.session import Answer
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.metrics import StepMetrics
-from ringspan.train.run_folder.result import TrainResult
+from ringspan.train.run_folder.record import TrainResult
 
 FILE = Path(__file__).with_name("surface.json")
 MODEL = {

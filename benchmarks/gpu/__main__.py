@@ -26,7 +26,7 @@ from typing import Any, Final
 import torch
 
 from benchmarks.gpu.rows import ROWS, STEPS
-from ringspan.measure.bench.machine import describe_machine
+from ringspan.measure.machine import describe_machine
 
 RESULTS: Final = Path(__file__).parents[1] / "results"
 # What to reach: a rank's hops by the fastest kernel at the same FLOPs, and what transfers may cost of the time.

@@ -11,8 +11,8 @@ import torch
 
 from benchmarks.gpu.kernels import Case, compare
 from benchmarks.gpu.step import Row, Step, measured, traced
-from ringspan.measure.bench.machine import package_version
 from ringspan.measure.bench.ring import PlayedRank, RingCase, run, timed
+from ringspan.measure.machine import package_version
 
 _PACKAGES: Final = (
     "triton", "flash-attn", "flash-attn-3", "flash-attn-4", "liger-kernel", "transformers", "nvidia-cudnn-cu13",

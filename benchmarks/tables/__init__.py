@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks import retrieval
-from benchmarks.tables import counts, gpu, learnt, memory, speed
+from benchmarks.tables import counts, gpu, kernels, learnt, memory, speed
 
 DOCS: Final = Path(__file__).parents[2] / "docs"
 TABLES: Final[dict[str, Callable[[], str]]] = {
@@ -25,6 +25,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "errors-float": partial(counts.errors, "float32"),
     "errors-bfloat": partial(counts.errors, "bfloat16"),
     "faults": counts.faults,
+    "kernels": kernels.serves,
     "attention": partial(speed.attention, "attention-cpu"),
     "attention-amd": partial(speed.attention, "attention-cpu-amd"),
     "step": partial(speed.step, "step-cpu"),

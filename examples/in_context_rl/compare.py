@@ -32,7 +32,7 @@ from optimizers import Optimizers
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
-from ringspan.measure.bench.machine import describe_machine
+from ringspan.measure.machine import describe_machine
 
 M_MMAP_THRESHOLD: Final = -3
 """Of glibc's mallopt: pieces as large as this go back to the system when they are freed."""

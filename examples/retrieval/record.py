@@ -12,7 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from ringspan.evaluate.tasks.lines import AFTER, ASKED, BEFORE
+from ringspan.evaluate.tasks import AFTER, ASKED, BEFORE
 from ringspan.evaluate.words import ADJECTIVES, NOUNS
 
 CUE: Final = ": REGISTER_CONTENT is <"

@@ -7,8 +7,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from ringspan.core.errors import ConfigError
-from ringspan.evaluate.documents import long_documents
 from ringspan.evaluate.perplexity import chosen
+from ringspan.evaluate.prompts import long_documents
 from ringspan.evaluate.settings import PERPLEXITY, EvalSettings
 
 TEXT = "Größe, 漢字 and 👩‍🚀:  two spaces,\n\ttabs; done "

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ringspan.cli.commands.evaluate import evaluate_ranks
 from ringspan.core.errors import ConfigError
-from ringspan.evaluate.documents import long_documents
 from ringspan.evaluate.perplexity import edges
+from ringspan.evaluate.prompts import long_documents
 from ringspan.evaluate.records import Records, identity, records_file
 from ringspan.evaluate.settings import PERPLEXITY, EvalSettings
 from ringspan.evaluate.tasks import TASKS

@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 
 from ringspan.core.errors import ConfigError
-from ringspan.evaluate.documents import prose, sentences
-from ringspan.evaluate.prompts import Prompts
+from ringspan.evaluate.prompts import Prompts, prose, sentences
 from ringspan.evaluate.records import VERSION
 from ringspan.evaluate.settings import EvalSettings
-from ringspan.evaluate.task import Material, first_number, found
-from ringspan.evaluate.tasks import TASKS
+from ringspan.evaluate.tasks import TASKS, Material, first_number, found
 from ringspan.evaluate.words import ADJECTIVES, NOUNS, names
 
 TEXT = sentences(prose())

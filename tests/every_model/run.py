@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy
 
 import ringspan as rs
-from ringspan.measure.bench.machine import describe_machine
+from ringspan.measure.machine import describe_machine
 from ringspan.torch.layers.decoder import STATEFUL_LAYERS, text_config
 from ringspan.torch.model.support import refuse_config, refuse_unsupported
 from ringspan.torch.model.view import view_of

@@ -9,15 +9,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import LlamaForCausalLM
 
 import ringspan as rs
-from ringspan.evaluate.task import Material
-from ringspan.evaluate.tasks.lines import TASK
+from ringspan.evaluate.tasks import TASKS, Material
 from tests.examples.imported import imported
 
 
 def test_a_record_is_what_the_evaluation_asks():
     record = imported("retrieval", "record")
     tokenizer, lines = record.tokenizer(), 5
-    prompt = TASK.build(Random(1), lines, 0.0, Material())
+    prompt = TASKS["lines"].build(Random(1), lines, 0.0, Material())
     asked = tokenizer(prompt.text + prompt.cue + prompt.answers[0])["input_ids"]
     example = record.Records(lines, 2, 3)[1]
     ids, labels = example["input_ids"].tolist(), example["labels"]

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from ringspan.train.checkpoints.checkpoint import Checkpoints  # here, and not in each fork that saves
+from ringspan.checkpoints.checkpoint import Checkpoints  # here, and not in each fork that saves
 from tests.faults.hosts import Hosts
 from tests.faults.job import Job, is_running, newest_step
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ringspan.measure.bench.machine import describe_machine
+from ringspan.measure.machine import describe_machine
 from tests.faults.faults import FAULTS
 
 ROOT = Path(__file__).parents[2]

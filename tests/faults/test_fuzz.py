@@ -14,9 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ringspan.core.errors import CheckpointError, ConfigError
-from ringspan.core.files.signed import digest_of, file_digest
-from ringspan.train.checkpoints.manifest import (
+from ringspan.checkpoints.manifest import (
     MANIFEST,
     FileEntry,
     Manifest,
@@ -25,7 +23,9 @@ from ringspan.train.checkpoints.manifest import (
     read_manifest,
     verify,
 )
-from ringspan.train.checkpoints.shards import read_tensors
+from ringspan.checkpoints.shards import read_tensors
+from ringspan.core.errors import CheckpointError, ConfigError
+from ringspan.core.files.signed import digest_of, file_digest
 from ringspan.train.config.load import load_config
 from tests.fuzz import FACTOR
 

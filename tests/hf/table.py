@@ -18,7 +18,7 @@ import transformers
 import trl
 from accelerate import ParallelismConfig
 
-from ringspan.measure.bench.machine import describe_machine
+from ringspan.measure.machine import describe_machine
 from ringspan.torch.runtime.forks import serve_forks
 from tests.hf.preferences import dpo, kto, orpo, reward
 from tests.hf.rollouts import grpo

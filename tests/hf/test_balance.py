@@ -11,9 +11,9 @@ import pytest
 from transformers import Trainer
 
 from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.sharing import busiest_over_mean
 from ringspan.hf import RingConfig, RingTrainerMixin, ring_accelerator
 from ringspan.hf.balance import EvenSampler
-from ringspan.train.data.order import busiest_over_mean
 from tests.cases import long
 from tests.hf.preferences import dpo
 from tests.hf.test_classes import classify

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringspan.cli.commands.plan import shown_mesh
-from ringspan.cli.tables.plan import show
+from ringspan.cli.plan_tables import show
 from ringspan.core.errors import RingspanError
 from ringspan.plan.cluster.devices import DEVICES
 from ringspan.plan.model.configs import MODELS

@@ -15,8 +15,10 @@ from peft import PeftModel
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from ringspan.checkpoints.state import model_facts
 from ringspan.core.errors import CheckpointError, ConfigError
-from ringspan.evaluate.documents import long_documents
+from ringspan.core.messages.changes import first_change
+from ringspan.evaluate.prompts import long_documents
 from ringspan.generate.folder import load_config, load_model
 from ringspan.generate.settings import GenerateSettings
 from ringspan.torch.weights.loading import read_whole
@@ -25,7 +27,6 @@ from ringspan.train.config.load import parse_config
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.loop import train
 from ringspan.train.model import build_model, load_model_config
-from ringspan.train.run_folder.resume import first_change, model_facts
 from tests.cases import long
 from tests.cli.commands.test_generate import printed
 from tests.torch.models import build, relative, tokens
@@ -274,11 +275,11 @@ def test_the_writer_of_a_merged_model_holds_one_weight(pool, base):
 
 def widest_reads(mesh: Any, config: TrainConfig) -> int:
     """How many merged weights rank 0 has at once, and others at all."""
-    from ringspan.train import merging
+    from ringspan.train import adapter
 
     alive, most = 0, 0
 
-    class Counted(merging._Merged):
+    class Counted(adapter._Merged):
         def _merge(self, weight: Any) -> Any:
             nonlocal alive, most
             merged = super()._merge(weight)
@@ -292,11 +293,11 @@ def widest_reads(mesh: Any, config: TrainConfig) -> int:
             alive -= self._whole is None and self._layer is not None
             return result
 
-    plain, merging._Merged = merging._Merged, Counted
+    plain, adapter._Merged = adapter._Merged, Counted
     try:
         train_on(mesh, config)
     finally:
-        merging._Merged = plain
+        adapter._Merged = plain
     return most
 
 

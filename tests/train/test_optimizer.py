@@ -11,11 +11,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import ringspan as rs
+from ringspan.checkpoints.checkpoint import Checkpoints
+from ringspan.checkpoints.state import run_state
 from ringspan.core.errors import ConfigError
-from ringspan.train.checkpoints.checkpoint import Checkpoints
 from ringspan.train.config.tables import OptimizerConfig
 from ringspan.train.optimizer import build_optimizer, set_learning_rate
-from ringspan.train.run_folder.resume import run_state
 from tests.torch.models import build, relative, tokens
 
 RATES = (3e-2, 1e-2, 2e-2)

@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from ringspan.core.costs import DTYPE_BYTES
+from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.files.named import why_no_folder
 from ringspan.core.messages.units import shown_bytes
 
 MOST_RANKS: Final = 1024
@@ -11,7 +13,6 @@ MOST_RANKS: Final = 1024
 
 def refuse_under_torchrun(**options: Any) -> None:
     """Raise ConfigError for options on how to start processes (not None) if torchrun has started them."""
-    from ringspan.core.errors import ConfigError
 
     for name, given in options.items():
         if given is not None:
@@ -22,8 +23,6 @@ def refuse_under_torchrun(**options: Any) -> None:
 def check_dtype(dtype: str) -> None:
     """Raise UnsupportedError for a ``--dtype`` that is not measured, or not on this device."""
     import torch
-
-    from ringspan.core.errors import UnsupportedError
 
     if dtype not in DTYPE_BYTES:
         raise UnsupportedError(f"--dtype {dtype!r} is not supported; use float32 or bfloat16")
@@ -42,7 +41,6 @@ def check_memory(what: str, num_bytes: int) -> None:
     """Raise ConfigError if ``num_bytes``, a part of the need, exceeds the memory of host and device together."""
     import torch
 
-    from ringspan.core.errors import ConfigError
     from ringspan.measure.trace.rehearsal import host_memory_bytes
 
     has = host_memory_bytes()
@@ -54,7 +52,6 @@ def check_memory(what: str, num_bytes: int) -> None:
 
 def ring_sizes(option: str, text: str, example: str) -> tuple[int, ...]:
     """Parse the ring sizes; raise ConfigError for one that is no number or no size of a ring."""
-    from ringspan.core.errors import ConfigError
 
     words = text.split(",")
     if not all(word.strip().isdecimal() and 1 <= int(word) <= MOST_RANKS for word in words):
@@ -64,7 +61,6 @@ def ring_sizes(option: str, text: str, example: str) -> tuple[int, ...]:
 
 def check_picture(picture: Path, *endings: str) -> None:
     """Raise ConfigError for a picture with an unknown ending or in a missing folder."""
-    from ringspan.core.errors import ConfigError
 
     if picture.suffix not in endings:
         *others, last = endings
@@ -79,8 +75,6 @@ def check_picture(picture: Path, *endings: str) -> None:
 
 def check_folder(option: str, folder: Path) -> None:
     """Make a folder if needed; raise a ConfigError if it is not writable."""
-    from ringspan.core.errors import ConfigError
-    from ringspan.core.files.named import why_no_folder
 
     if reason := why_no_folder(folder):
         raise ConfigError(f"{option} {folder}: cannot be written into ({reason}); choose another folder")

@@ -49,6 +49,14 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def hush() -> None:
+    """Silence transformers' progress bars and warnings, which every rank would print."""
+    import transformers
+
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+
+
 def silent(line: str) -> None:
     """Print nothing, in place of ``say`` if something else shows progress."""
 

@@ -9,19 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from ringspan import __version__
-from ringspan.cli.commands import (
-    bench,
-    demo,
-    doctor,
-    evaluate,
-    export,
-    generate,
-    init,
-    plan,
-    profile,
-    rehearse,
-    train,
-)
+from ringspan.cli.commands import bench, demo, doctor, evaluate, export, generate, init, plan, profile, rehearse, train
 from ringspan.core.errors import EXIT_CLOSED_PIPE, ClosedPipe, RankLost
 from ringspan.core.files.output import drop_output, refusal
 
@@ -53,15 +41,8 @@ def _options(
     """Train, evaluate and run transformers on sequences that no single device can hold, with exact attention."""
 
 
-app.command("init", epilog=init.EPILOG)(init.command)
-app.command("train", epilog=train.EPILOG)(train.command)
-app.command("demo", epilog=demo.EPILOG)(demo.command)
-app.command("generate", epilog=generate.EPILOG)(generate.command)
-app.command("export", epilog=export.EPILOG)(export.command)
-app.command("plan", epilog=plan.EPILOG)(plan.command)
-app.command("rehearse", epilog=rehearse.EPILOG)(rehearse.command)
-app.command("profile", epilog=profile.EPILOG)(profile.command)
-app.command("doctor", epilog=doctor.EPILOG)(doctor.command)
+for _module in (init, train, demo, generate, export, plan, rehearse, profile, doctor):
+    app.command(_module.__name__.rpartition(".")[2], epilog=_module.EPILOG)(_module.command)
 app.add_typer(bench.app, name="bench")
 app.add_typer(evaluate.app, name="eval")
 

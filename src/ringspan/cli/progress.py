@@ -1,16 +1,15 @@
 """Progress of a run: a bar on a terminal, a line per step elsewhere."""
 
 import logging
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Final
 
-import transformers
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ringspan.cli.console import console
+from ringspan.cli.console import console, hush, say
 from ringspan.train.loop import Observer
 from ringspan.train.metrics import StepMetrics
 
@@ -22,23 +21,29 @@ def quiet() -> None:
     """Silence the libraries' progress bars and warnings, which every rank would print."""
     import datasets
 
+    hush()
     logging.getLogger("ringspan").setLevel(logging.ERROR)
     datasets.disable_progress_bars()
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
 
 
 @contextmanager
 def watched(steps: int) -> Iterator[Observer]:
     """Yield an observer that shows a run of this many steps on standard error."""
     out = console(stderr=True)
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    hush()
+    started = partial(_show_start, out)
+    noticed = partial(out.print, markup=False, soft_wrap=True)
+
+    def evaluated(step: int, loss: float) -> None:
+        out.print(f"step {step}  evaluation loss {loss:.4f}")
+
     if not out.is_terminal:
         import datasets
 
         datasets.disable_progress_bars()
-        yield Observer(_noticed(out), _started(out), _line(steps), _evaluated(out), _noticed(out))
+        yield Observer(
+            noticed, started, lambda each: say(f"step {each.step}/{steps}  {describe(each)}"), evaluated, noticed
+        )
         return
     columns = [TextColumn("step"), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn()]
     if out.width >= _WIDE:
@@ -52,7 +57,7 @@ def watched(steps: int) -> Iterator[Observer]:
         def stepped(metrics: StepMetrics) -> None:
             progress.update(task, completed=metrics.step, description=describe(metrics, out.width - _BESIDE))
 
-        yield Observer(doing, _started(out), stepped, _evaluated(out), _noticed(out))
+        yield Observer(doing, started, stepped, evaluated, noticed)
 
 
 def describe(metrics: StepMetrics, width: int | None = None) -> str:
@@ -68,30 +73,12 @@ def describe(metrics: StepMetrics, width: int | None = None) -> str:
     return "  ".join(parts)
 
 
-def _started(console: Console) -> Any:
-    def show(facts: dict[str, Any]) -> None:
-        console.print(
-            f"{facts['parameters'] / 1e6:.1f}M parameters on a ring of {facts['ring']}"
-            + (f" x {facts['replicate']} replicas" if facts["replicate"] > 1 else "")
-            + (f", heads split over {facts['tp']}" if facts["tp"] > 1 else "")
-            + f", {facts['sequence_length_tokens']:,} tokens per sequence, {facts['tokens_per_step']:,} per step; "
-            f"{facts['tokens']:,} tokens in {facts['documents']:,} document" + ("s" if facts["documents"] != 1 else "")
-        )
-        console.print("matmul: the model's FLOP/s, of those that matrix products alone reached at the start")
-
-    return show
-
-
-def _line(steps: int) -> Any:
-    def show(metrics: StepMetrics) -> None:
-        print(f"step {metrics.step}/{steps}  {describe(metrics)}", file=sys.stderr, flush=True)
-
-    return show
-
-
-def _evaluated(console: Console) -> Any:
-    return lambda step, loss: console.print(f"step {step}  evaluation loss {loss:.4f}")
-
-
-def _noticed(console: Console) -> Any:
-    return lambda line: console.print(line, markup=False, soft_wrap=True)
+def _show_start(out: Console, facts: dict[str, Any]) -> None:
+    out.print(
+        f"{facts['parameters'] / 1e6:.1f}M parameters on a ring of {facts['ring']}"
+        + (f" x {facts['replicate']} replicas" if facts["replicate"] > 1 else "")
+        + (f", heads split over {facts['tp']}" if facts["tp"] > 1 else "")
+        + f", {facts['sequence_length_tokens']:,} tokens per sequence, {facts['tokens_per_step']:,} per step; "
+        f"{facts['tokens']:,} tokens in {facts['documents']:,} document" + ("s" if facts["documents"] != 1 else "")
+    )
+    out.print("matmul: the model's FLOP/s, of those that matrix products alone reached at the start")

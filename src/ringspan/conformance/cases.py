@@ -94,11 +94,7 @@ def _positions(setting: Setting, problem: Problem) -> np.ndarray:
 
 
 def call(setting: Setting, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return what the attention makes of a rank's shards.
-
-    Raises:
-        ValueError: it has another shape than q, which a comparison would broadcast.
-    """
+    """Return what the attention makes of a rank's shards."""
     out = setting.attention(
         q, k, v, causal=problem.causal, window=problem.window, documents=problem.documents, length=problem.length,
         group=setting.group,
@@ -245,64 +241,32 @@ class Case(NamedTuple):
     """A question to an attention; ``limit`` is of the error over all ranks."""
 
     name: str
-    run: Callable[[Setting, Problem], Parts]
-    problem: Problem
     cause: str  # what it usually is when this one fails
+    problem: Problem = Problem()
+    run: Callable[[Setting, Problem], Parts] = forward_backward
     limit: float = FLOAT32_LIMIT
 
 
-_DOCUMENTS: Final = (31, 40, 25)
+_GROUPED: Final = "key/value heads are repeated, and their gradients not summed over the group"
+_BLOCKS: Final = "the window is passed to each block unchanged, or blocks that it reaches are skipped"
+_LOSS: Final = (
+    "losses of ranks are averaged though their numbers of targets differ, or the loss is times the number of ranks"
+)
+_ROUNDED: Final = "partial results are rounded at every hop instead of adding up in float32"
+_DOCUMENTS: Final = Problem(documents=(31, 40, 25))
+_UNEVEN: Final = Problem(length=91, causal=False)
 CASES: Final = (
-    Case("causal", forward_backward, Problem(), "tokens are in another layout, or labels of positions are local"),
-    Case(
-        "grouped heads",
-        forward_backward,
-        Problem(kv_heads=2),
-        "key/value heads are repeated, and their gradients not summed over the group",
-    ),
-    Case(
-        "uneven length", forward_backward, Problem(length=91), "the length was rounded down, or padding is attended to"
-    ),
-    Case(
-        "full, uneven",
-        forward_backward,
-        Problem(length=91, causal=False),
-        "padding at the end is attended to, which a causal mask hides",
-    ),
-    Case("strides", strided, Problem(), "a kernel or a message takes memory for contiguous that is not"),
-    Case(
-        "window in a block",
-        forward_backward,
-        Problem(window=5),
-        "the window is dropped, or passed to each block unchanged",
-    ),
-    Case(
-        "window over blocks",
-        forward_backward,
-        Problem(window=41),
-        "the window is passed to each block unchanged, or blocks that it reaches are skipped",
-    ),
-    Case(
-        "documents",
-        forward_backward,
-        Problem(documents=_DOCUMENTS),
-        "boundaries are taken as positions of a rank, or dropped",
-    ),
-    Case("document leak", leak, Problem(documents=_DOCUMENTS), "later documents see an earlier one"),
-    Case("stale keys", stale, Problem(), "keys or schedules are kept from an earlier call, by shape or by address"),
-    Case("two passes", two_passes, Problem(), "backward reads buffers that another forward pass has overwritten"),
-    Case(
-        "bfloat16",
-        bfloat16,
-        Problem(length=192),
-        "partial results are rounded at every hop instead of adding up in float32",
-        BFLOAT16_LIMIT,
-    ),
-    Case(
-        "loss",
-        losses,
-        Problem(),
-        "losses of ranks are averaged though their numbers of targets differ, or the loss is times the number of ranks",
-        LOSS_LIMIT,
-    ),
+    Case("causal", "tokens are in another layout, or labels of positions are local"),
+    Case("grouped heads", _GROUPED, Problem(kv_heads=2)),
+    Case("uneven length", "the length was rounded down, or padding is attended to", Problem(length=91)),
+    Case("full, uneven", "padding at the end is attended to, which a causal mask hides", _UNEVEN),
+    Case("strides", "a kernel or a message takes memory for contiguous that is not", run=strided),
+    Case("window in a block", "the window is dropped, or passed to each block unchanged", Problem(window=5)),
+    Case("window over blocks", _BLOCKS, Problem(window=41)),
+    Case("documents", "boundaries are taken as positions of a rank, or dropped", _DOCUMENTS),
+    Case("document leak", "later documents see an earlier one", _DOCUMENTS, leak),
+    Case("stale keys", "keys or schedules are kept from an earlier call, by shape or by address", run=stale),
+    Case("two passes", "backward reads buffers that another forward pass has overwritten", run=two_passes),
+    Case("bfloat16", _ROUNDED, Problem(length=192), bfloat16, BFLOAT16_LIMIT),
+    Case("loss", _LOSS, run=losses, limit=LOSS_LIMIT),
 )

@@ -77,11 +77,7 @@ class Ranks:
 
 
 def find(name: str) -> Any:
-    """Return the function of ``module:function``.
-
-    Raises:
-        ValueError: there is none, with what is missing.
-    """
+    """Return the function of ``module:function``."""
     module, _, function = name.partition(":")
     if not (module and function):
         raise ValueError(f"{name!r} is not module:function")

@@ -29,11 +29,7 @@ class Document:
 def chosen(
     texts: Sequence[tuple[str, str]], settings: EvalSettings, lengths: Sequence[int], tokenizer: Any
 ) -> tuple[dict[tuple[Any, ...], Document], list[dict[str, Any]]]:
-    """Choose the first ``items`` documents per length, by (length, index); return them and the skipped lengths.
-
-    Raises:
-        ConfigError: no document is long enough for any.
-    """
+    """Choose the first ``items`` documents per length, by (length, index); return them and the skipped lengths."""
     found: dict[tuple[Any, ...], Document] = {}
     missing: list[dict[str, Any]] = []
     most = max(lengths)

@@ -1,16 +1,21 @@
-"""Prompts of a given length: the longest of a task that fits together with its answer."""
+"""Real text, and prompts of a given length: the longest of a task that fits together with its answer."""
 
+import re
+import sysconfig
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 from random import Random
 from typing import Any, Final
 
 from ringspan.core.errors import ConfigError
-from ringspan.evaluate.documents import prose, sentences
 from ringspan.evaluate.settings import EvalSettings
-from ringspan.evaluate.task import Material, Prompt, Task, new_tokens
-from ringspan.evaluate.tasks import TASKS
+from ringspan.evaluate.tasks import TASKS, Material, Prompt, Task
 
+_SENTENCE_END: Final = re.compile(r"(?<=[.!?:])\s+|\n\s*\n")
 _STEP: Final = 32
+_MORE_TOKENS: Final = 8
 _LEAST_PER_UNIT: Final = 0.01
 
 
@@ -66,7 +71,8 @@ class Prompts:
     def _tokens(self, prompt: Prompt) -> Question:
         ids = with_template(self._tokenizer, prompt.text, prompt.cue, plain=self._settings.plain)
         answer = self._tokenizer(" ".join(prompt.answers), add_special_tokens=False).input_ids
-        return Question(ids, new_tokens(len(answer)), prompt.answers)
+        # Room for words between those that count.
+        return Question(ids, 2 * len(answer) + _MORE_TOKENS, prompt.answers)
 
 
 def with_template(tokenizer: Any, text: str, cue: str, *, plain: bool) -> list[int]:
@@ -76,3 +82,43 @@ def with_template(tokenizer: Any, text: str, cue: str, *, plain: bool) -> list[i
     messages = [{"role": "user", "content": text}]
     said = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     return list(tokenizer(said + cue.lstrip("\n"), add_special_tokens=False).input_ids)
+
+
+def read_text(path: str | Path) -> str:
+    """Read a text file of any size; raise ConfigError if it is unreadable or not UTF-8."""
+    try:
+        text = Path(path).read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise ConfigError(f"--text {path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"--text {path}: is not UTF-8 text (byte {error.start}); convert it") from error
+    if not text.strip():
+        raise ConfigError(f"--text {path}: has no text")
+    return text
+
+
+def prose(paths: Sequence[str] = ()) -> str:
+    """Read the named files, or the language reference that ``help()`` shows (465,000 characters in Python 3.11)."""
+    if paths:
+        return "\n\n".join(read_text(path) for path in paths)
+    topics = import_module("pydoc_data.topics").topics
+    return "\n\n".join(topics[name] for name in sorted(topics))
+
+
+def sentences(text: str) -> tuple[str, ...]:
+    """Split a text into sentences, each on one line; parts without a word are left out."""
+    parts = (" ".join(part.split()) for part in _SENTENCE_END.split(text))
+    found = tuple(part for part in parts if re.search(r"[A-Za-z]{2}", part))
+    if not found:
+        raise ConfigError("the text has no sentences; give another --text")
+    return found
+
+
+def long_documents(paths: Sequence[str] = ()) -> list[tuple[str, str]]:
+    """Return (name, text) of the named files, or of the language reference and standard library, longest first."""
+    documents = [(str(path), read_text(path)) for path in paths]
+    if not documents:
+        folder = Path(sysconfig.get_path("stdlib"))
+        modules = [(path.name, path.read_text(encoding="utf-8")) for path in sorted(folder.glob("*.py"))]
+        documents = [("language reference", prose()), *modules]
+    return sorted(documents, key=lambda document: (-len(document[1]), document[0]))

@@ -4,15 +4,18 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
+
+import torch.distributed as dist
 
 from ringspan.core.errors import ConfigError
 from ringspan.core.files.lock import FileLock
 from ringspan.evaluate.settings import EvalSettings
 from ringspan.generate.folder import base_folder
+from ringspan.generate.session import from_first_rank
 
 VERSION: Final = 1
 """Version of prompts, documents and scores: raise it on a change, so that old items are not mixed with new ones."""
@@ -91,3 +94,39 @@ class Records:
             error.filename = str(self.path)  # which a write does not know
             raise
         self.by_key[tuple(record["key"])] = record
+
+
+class Answers:
+    """A file of answers on the first rank, shared with the others.
+
+    lm-eval's own cache is per process, and interrupted ranks have different ones. Errors are raised on all ranks.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._records = Records(path)
+        from_first_rank(self._records.load)
+
+    @property
+    def num_kept(self) -> int:
+        """Return the number of kept answers, on the first rank."""
+        return len(self._records.by_key)
+
+    def known(self, method: str, every: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Return the kept answer of each request, or None; the same on every rank."""
+        keys = [None if _is_drawn(asked) else _key(method, asked) for asked in every]
+        found = from_first_rank(lambda: [self._records.by_key.get(key, {}).get("answer") for key in keys])
+        return [tuple(answer) if isinstance(answer, list) else answer for answer in found]
+
+    def add(self, method: str, asked: tuple[Any, ...], answer: Any) -> None:
+        if dist.get_rank() == 0 and not _is_drawn(asked):
+            self._records.add({"key": _key(method, asked), "answer": answer})
+
+
+def _is_drawn(asked: tuple[Any, ...]) -> bool:
+    """Return True for an answer drawn at random: it is drawn anew each time, as with lm-eval's own cache."""
+    return isinstance(asked[-1], dict) and bool(asked[-1].get("do_sample"))
+
+
+def _key(method: str, asked: tuple[Any, ...]) -> tuple[str, str]:
+    text = json.dumps(asked, sort_keys=True, default=str)
+    return method, hashlib.sha256(text.encode()).hexdigest()

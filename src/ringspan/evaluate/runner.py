@@ -8,9 +8,8 @@ from typing import Any, TypedDict
 import torch.distributed as dist
 
 from ringspan.core.errors import ConfigError
-from ringspan.evaluate.documents import long_documents
 from ringspan.evaluate.perplexity import Document, chosen, measure
-from ringspan.evaluate.prompts import Prompts, Question
+from ringspan.evaluate.prompts import Prompts, Question, long_documents
 from ringspan.evaluate.records import Records, identity, records_file
 from ringspan.evaluate.scores import accuracy_rows, loss_rows
 from ringspan.evaluate.settings import PERPLEXITY, EvalSettings
@@ -56,8 +55,7 @@ class EvalResult(TypedDict):
 def plans(every: Sequence[EvalSettings]) -> list[Plan | None]:
     """Plan all models on the first rank, before any is evaluated; None on the others.
 
-    Raises:
-        ConfigError: a model has room for no item, named if there are several; on all ranks.
+    Errors are raised on all ranks.
     """
     found: list[Plan | None] = []
 

@@ -1,14 +1,20 @@
-"""The settings of ``ringspan eval``, checked without a framework."""
+"""The settings of ``ringspan eval`` and the folders that it names, checked without a framework."""
 
 import math
+import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from ringspan.core.errors import ConfigError
+from ringspan.core.files.named import why_no_model
+from ringspan.core.messages.lines import refused
 from ringspan.evaluate.tasks import TASKS
 from ringspan.generate.settings import GenerateSettings
 
-PERPLEXITY = "perplexity"
+PERPLEXITY: Final = "perplexity"
+_TOKENIZERS: Final = "*.model", "*.txt", "*.jinja"
+_NAME: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,3 +78,62 @@ class EvalSettings:
             weights=self.weights,
             prefill_tokens=self.prefill_tokens,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarnessSettings:
+    """Tasks of lm-eval with one model; raises ConfigError for an invalid value, by the name of its option."""
+
+    folder: str
+    tasks: tuple[str, ...]
+    include: str | None = None
+    """Folder with further task definitions."""
+    limit: int | None = None
+    num_fewshot: int | None = None
+    chat: bool = False
+    seed: int | None = None
+    """Seed of all random choices, examples included; lm-eval's own seeds when None."""
+    dtype: str = "auto"
+    tp: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.tasks:
+            raise ConfigError("--tasks: give at least one task of lm-eval; `lm_eval ls tasks` lists them")
+        if self.limit is not None and self.limit < 1:
+            raise ConfigError(f"--limit {self.limit}: should be at least 1")
+        if self.num_fewshot is not None and self.num_fewshot < 0:
+            raise ConfigError(f"--num-fewshot {self.num_fewshot}: should be at least 0")
+        if self.seed is not None and not 0 <= self.seed < 1 << 32:  # numpy's limit
+            raise ConfigError(f"--seed {self.seed}: should be from 0 to 2^32 - 1")
+        _ = self.generating
+
+    @property
+    def generating(self) -> GenerateSettings:
+        """Return the settings for loading the model."""
+        return GenerateSettings(folder=self.folder, dtype=self.dtype, tp=self.tp)
+
+    @property
+    def seeds(self) -> dict[str, int]:
+        """Return the seeds for ``simple_evaluate``."""
+        if self.seed is None:
+            return {}
+        names = "random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"
+        return dict.fromkeys(names, self.seed)
+
+
+def local_folder(model: str) -> str:
+    """Return a folder, or the Hub's local copy, downloaded if needed; raise ConfigError if neither exists."""
+    folder = Path(model)
+    if folder.is_dir():
+        if reason := why_no_model(folder):
+            raise ConfigError(f"{model}: {reason}")
+        return str(folder)
+    if folder.exists() or not _NAME.fullmatch(model) or model.startswith("."):
+        raise ConfigError(f"{model}: there is no such folder; give one with a model and its tokenizer")
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    from ringspan.torch.weights.files import folder_of
+
+    where = f"{model}: there is no such folder, and the Hub has or gives no such model"
+    with refused(where, HfHubHTTPError, HFValidationError, OSError, ValueError):
+        return str(folder_of(model, more=_TOKENIZERS))

@@ -31,11 +31,7 @@ class Conversation:
         self.ids = list(self.book)
 
     def ask(self, line: str, check: Callable[[list[int]], None] = lambda ids: None) -> bool:
-        """Add a user's line. Return False if earlier tokens changed, so the cache is void: templates drop old answers.
-
-        Raises:
-            ConfigError: ``check`` raises it for the tokens, and the conversation is unchanged.
-        """
+        """Add a user's line. Return False if templates drop old answers, so that the cache is void."""
         if not self.tokenizer.chat_template:
             start = "\n" if self.ids else ""
             ids = self.ids + self._encode(f"{start}{line}\n", add_special_tokens=not self.ids)
@@ -92,10 +88,7 @@ def converse(model: Session, first: str | None, descriptor: int | None) -> None:
 
     Rank 0 reads ``descriptor``; every rank calls this. It begins after the cache that the settings name, and saves the
     cache at the end if they say so. A line without room in the model is refused, and the conversation stays.
-
-    Raises:
-        ConfigError: the model has no room for ``first``, or a cache is of several sequences.
-        CheckpointError: a cache cannot be loaded or saved; on all ranks.
+    Errors are raised on all ranks.
     """
     book, cache = model.opened()
     conversation = Conversation(model.tokenizer, book)

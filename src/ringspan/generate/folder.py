@@ -16,7 +16,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.core.files.named import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODEL_CONFIG, read_small
 from ringspan.core.files.weights import INDEX, WEIGHTS
 from ringspan.core.messages.extras import require
-from ringspan.core.messages.lines import one_line
+from ringspan.core.messages.lines import refused
 from ringspan.generate.settings import GenerateSettings
 from ringspan.torch.layers.decoder import text_config
 from ringspan.torch.layers.positions import num_trained_positions
@@ -28,17 +28,10 @@ from ringspan.torch.weights.loading import read_whole, unread_model
 
 
 def load_config(settings: GenerateSettings) -> PreTrainedConfig:
-    """Load the config of the folder's model.
-
-    Raises:
-        ConfigError: it is missing, or not one of a causal language model.
-        UnsupportedError: it asks for something the ring does not compute exactly, or ``tp`` does not divide its heads.
-    """
+    """Load the config of the folder's model."""
     folder = base_folder(settings.folder)
-    try:
+    with refused(settings.folder, OSError, ValueError, KeyError, TypeError, StrictDataclassError):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
-        raise ConfigError(f"{settings.folder}: {one_line(error)}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise ConfigError(f"{settings.folder}: {config.model_type} is no causal language model of transformers")
     refuse_config(config)
@@ -49,22 +42,15 @@ def load_config(settings: GenerateSettings) -> PreTrainedConfig:
 
 
 def base_folder(folder: str) -> str:
-    """Return the folder of config and weights: this one, or the base (folder or local Hub copy) of its adapter.
-
-    Raises:
-        ConfigError: an adapter that does not name its model, or names one that is not here.
-        MissingExtraError: an adapter, if PEFT is not installed.
-    """
+    """Return the folder of config and weights: this one, or the base (folder or local Hub copy) of its adapter."""
     path = Path(folder, ADAPTER_CONFIG)
     if not path.is_file():
         return folder
     if Path(folder, MODEL_CONFIG).is_file() and any(Path(folder, name).is_file() for name in (WEIGHTS, INDEX)):
         return folder
     require(f"{folder}, an adapter,", "peft")
-    try:
+    with refused(f"{path}: cannot be read", OSError, ValueError, AttributeError, RecursionError):
         base = json.loads(read_small(path)).get("base_model_name_or_path")
-    except (OSError, ValueError, AttributeError, RecursionError) as error:
-        raise ConfigError(f"{path}: cannot be read: {one_line(error)}") from error
     if not isinstance(base, str) or not base:
         raise ConfigError(f"{path}: does not say which model it is for; set base_model_name_or_path")
     try:
@@ -90,11 +76,9 @@ def load_tokenizer(folder: str, config: PreTrainedConfig) -> Tokenizer:
     names = "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt"
     if not any(Path(folder, name).exists() for name in names):
         raise ConfigError(f"{folder}: has no tokenizer (tokenizer.json); save it there with save_pretrained")
-    try:
-        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     # tokenizers raises plain Exceptions for files that it cannot read
-    except Exception as error:
-        raise ConfigError(f"{folder}: its tokenizer cannot be read: {one_line(error)}") from error
+    with refused(f"{folder}: its tokenizer cannot be read", Exception):
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     # Tokens that were added, an image's say, may have ids beyond a model of text; a prompt that has them is refused.
     vocabulary = text_config(config).vocab_size
     if tokenizer.vocab_size > vocabulary:
@@ -106,11 +90,7 @@ def load_tokenizer(folder: str, config: PreTrainedConfig) -> Tokenizer:
 
 
 def check_ids(ids: Sequence[int], settings: GenerateSettings, config: PreTrainedConfig) -> None:
-    """Refuse token ids that the model has no room for.
-
-    Raises:
-        ConfigError: no token, ids beyond its vocabulary, or more tokens, with the new ones, than it has positions.
-    """
+    """Refuse token ids that the model has no room for."""
     text = text_config(config)
     if not len(ids):
         raise ConfigError("the prompt is empty; at least one token is needed")
@@ -129,12 +109,7 @@ def check_ids(ids: Sequence[int], settings: GenerateSettings, config: PreTrained
 
 
 def load_model(settings: GenerateSettings, config: PreTrainedConfig) -> Any:
-    """Load the model without weights, of which ``parallelize`` reads a part; with an adapter, merge on the CPU.
-
-    Raises:
-        ConfigError: no weights in safetensors (a pickle would run code), or weights that are damaged, missing or of
-            another shape than the model's.
-    """
+    """Load the model without weights, of which ``parallelize`` reads a part; with an adapter, merge on the CPU."""
     folder = base_folder(settings.folder)
     is_adapter = Path(settings.folder, ADAPTER_CONFIG).is_file()
     files = WeightFiles(Path(folder), config, adapter=is_adapter)
@@ -151,8 +126,6 @@ def _with_adapter(model: Any, folder: str) -> Any:
 
     if not Path(folder, ADAPTER_WEIGHTS).is_file():
         raise ConfigError(f"{folder}: has no {ADAPTER_WEIGHTS}; save the adapter with save_pretrained")
-    try:
-        with asking_as_before():
-            return PeftModel.from_pretrained(model, folder, is_trainable=False).merge_and_unload(safe_merge=True)
-    except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
-        raise ConfigError(f"{folder}: is no adapter for this model: {one_line(error)}") from error
+    kinds = OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError
+    with refused(f"{folder}: is no adapter for this model", *kinds), asking_as_before():
+        return PeftModel.from_pretrained(model, folder, is_trainable=False).merge_and_unload(safe_merge=True)

@@ -75,11 +75,7 @@ class Session:
         return self.model.generation_config.num_beams or 1
 
     def new_cache(self) -> Any:
-        """Return an empty cache, or the one that the settings name.
-
-        Raises:
-            CheckpointError: it is damaged, or another model's; on all ranks.
-        """
+        """Return an empty cache, or the one that the settings name. Errors are raised on all ranks."""
         dtype = None if self.settings.cache_dtype == "auto" else self.settings.cache_dtype
         if self.settings.load_cache is None:
             return self.model.new_cache(dtype)
@@ -90,9 +86,7 @@ class Session:
     def answer_once(self, ids: Sequence[int]) -> Answer:
         """Generate after ``ids``, which follow the loaded cache's tokens; save the cache if asked.
 
-        Raises:
-            ConfigError: a cache of several sequences, or more tokens in all than the model has positions.
-            CheckpointError: the cache cannot be loaded, or saved; on all ranks.
+        Errors are raised on all ranks.
         """
         book, cache = self.opened()
         if book:
@@ -105,9 +99,7 @@ class Session:
     def opened(self) -> tuple[list[int], Any]:
         """Return the tokens of the cache that the settings name, and the cache; no tokens and a new one without a name.
 
-        Raises:
-            ConfigError: it is of several sequences, or one is to be loaded or saved with beams.
-            CheckpointError: it cannot be loaded; on all ranks.
+        Errors are raised on all ranks.
         """
         if self.num_beams > 1 and (self.settings.load_cache or self.settings.save_cache):
             option = "--save-cache" if self.settings.load_cache is None else "--load-cache"

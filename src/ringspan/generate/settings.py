@@ -3,6 +3,7 @@
 import math
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Final
 
 from ringspan.core.errors import ConfigError
@@ -52,7 +53,12 @@ class GenerateSettings:
             _check(name, value, value in names, f"one of {', '.join(names)}")
         if self.save_cache is not None:
             _check("save_cache", self.save_cache, not os.path.exists(self.save_cache), "a new folder; this one exists")
-            _check("save_cache", self.save_cache, os.path.isdir(_parent(self.save_cache)), "in a folder that exists")
+            _check(
+                "save_cache",
+                self.save_cache,
+                Path(self.save_cache).absolute().parent.is_dir(),
+                "in a folder that exists",
+            )
         if self.load_cache is not None:
             is_there = os.path.isfile(os.path.join(self.load_cache, "manifest.json"))
             _check("load_cache", self.load_cache, is_there, "a folder that --save-cache wrote, with its manifest.json")
@@ -70,10 +76,6 @@ class GenerateSettings:
         sampling = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         given = {name: value for name, value in sampling.items() if value is not None}
         return {"max_new_tokens": self.max_new_tokens, "do_sample": bool(given), **given}
-
-
-def _parent(path: str) -> str:
-    return os.path.dirname(os.path.abspath(path))
 
 
 def _check(name: str, value: Any, is_right: bool, should_be: str) -> None:

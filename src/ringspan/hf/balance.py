@@ -11,9 +11,9 @@ from torch.utils.data import Sampler
 from transformers.trainer_utils import has_length
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.core.sharing import even_out, worth_of_sharing
 from ringspan.hf.classes import classifies
 from ringspan.hf.seams import method_behind
-from ringspan.train.data.order import even_out, worth_of_sharing
 
 _log: Final = logging.getLogger(__name__)
 # Whose ``compute_loss`` divides the sum over a step's targets by their number: not what a micro-batch has alone.
@@ -23,12 +23,8 @@ _COUNTED: Final = frozenset({"transformers.trainer.Trainer", "trl.trainer.sft_tr
 class EvenSampler(Sampler[int]):
     """The examples of another sampler, moved within their steps so that replicas have similar work.
 
-    Each step keeps its examples, and so its loss over all of them and its gradients.
-
-    Args:
-        base: gives the examples of one epoch.
-        work: cost of an example, in any unit.
-        shape: micro-steps, replicas and examples per replica of a step. A partial last step stays as it is.
+    Each step keeps its examples, and so its loss over all of them and its gradients. ``shape`` has micro-steps,
+    replicas and examples per replica of a step; a partial last step stays as it is.
     """
 
     def __init__(self, base: Any, work: Callable[[int], int], shape: tuple[int, int, int]) -> None:
@@ -70,11 +66,7 @@ class EvenSampler(Sampler[int]):
 
 
 def balance_steps(trainer: Any, loader: Any) -> None:
-    """Deal the batches of a trainer's loader by the work of their examples, in place.
-
-    Raises:
-        UnsupportedError: examples of unknown length, or a loss that is not a sum over the examples of a step.
-    """
+    """Deal the batches of a trainer's loader by the work of their examples, in place."""
     data: Any = trainer.train_dataset
     sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
     if sampler is None or not has_length(trainer.train_dataset):

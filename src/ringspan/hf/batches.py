@@ -79,11 +79,7 @@ class WholeBatches:
     """Transformers' own flags, which TRL turns off around passes without gradients. The ring's keeps nothing there."""
 
     def gradient_checkpointing_enable(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Note once that layers are checkpointed as ``RingConfig(checkpoint=...)`` says.
-
-        Raises:
-            UnsupportedError: something else is asked for.
-        """
+        """Note once that layers are checkpointed as ``RingConfig(checkpoint=...)`` says."""
         if self.ring_checkpoint == "none":
             raise UnsupportedError(
                 "gradient_checkpointing=True contradicts RingConfig(checkpoint='none'); drop one of the two"
@@ -109,11 +105,7 @@ def takes_whole_batches(
     config: StepConfig,
     autocast: Callable[..., AbstractContextManager[Any]] | None = None,
 ) -> None:
-    """Put a model on a ring if needed and let it take whole batches; in place. ``autocast`` makes its contexts.
-
-    Raises:
-        RingspanError: as ``parallelize``.
-    """
+    """Put a model on a ring if needed and let it take whole batches; in place. ``autocast`` makes its contexts."""
     base: Any = base_of(model) if is_peft(model) else model
     fused, plain = take_fused_forward(base), type(base).forward
     if not _is(base, RingCausalLM):

@@ -33,11 +33,7 @@ def take_fused_forward(model: Any) -> Callable[..., Any] | None:
 def fused_output(model: Any, call: Callable[..., Any], gathered: Callable[[Tensor], Tensor], count: int | None) -> Any:
     """Return TRL's ``FusedCausalLMOutput``, with (B, S) numbers in the order of the whole batch on every rank.
 
-    Args:
-        model: one that was given a fused head.
-        call: the ring's pass of the local batch, with further arguments.
-        gathered: local numbers (B, T, ...) to those of all ranks (B, S, ...), differentiable.
-        count: targets to divide the loss by; those of the batch when None.
+    ``call`` is the ring's pass of the local batch, ``count`` the targets to divide the loss by, None for the batch's.
     """
     forward: Any = getattr(vars(model).get("forward"), "__func__", None) or vars(model).get("ring_fused_forward")
     if forward is None:

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ringspan.checkpoints.checkpoint import Checkpoints
+from ringspan.checkpoints.shards import Part
+from ringspan.checkpoints.state import model_facts, run_state
 from ringspan.core.errors import CheckpointError
 from ringspan.core.files.named import ADAPTER_WEIGHTS
+from ringspan.core.messages.changes import first_change
 from ringspan.torch.model.adapters import is_peft
-from ringspan.train.checkpoints.checkpoint import Checkpoints
-from ringspan.train.checkpoints.shards import Part
-from ringspan.train.run_folder.resume import first_change, model_facts, run_state
 
 FOLDER: Final = "ring_optimizer"
 _RUN: Final = "trainer"  # one folder holds one save, so there is nothing to tell apart
@@ -36,11 +37,7 @@ def save_optimizer(folder: Path, model: nn.Module, optimizer: Any, step: int, me
 
 
 def load_optimizer(folder: Path, model: nn.Module, optimizer: Any) -> None:
-    """Load the state that ``save_optimizer`` wrote on any mesh.
-
-    Raises:
-        CheckpointError: on all ranks: it is missing, damaged, of another model, or of another config.
-    """
+    """Load the state that ``save_optimizer`` wrote on any mesh. Errors are raised on all ranks."""
     if not (folder / FOLDER).is_dir():
         advice = "; it was saved without a ring" if (folder / "optimizer.pt").is_file() else ""
         raise CheckpointError(
@@ -76,11 +73,7 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def load_adapter(folder: Path, model: nn.Module) -> bool:
-    """Fill the adapter of a PEFT model from a folder; return False if the model has none.
-
-    Raises:
-        CheckpointError: the folder has no adapter, or one of other weights.
-    """
+    """Fill the adapter of a PEFT model from a folder; return False if the model has none."""
     if not is_peft(model):
         return False
     from peft import load_peft_weights, set_peft_model_state_dict

@@ -18,7 +18,6 @@ _CALLBACKS: Final = {
     "LogCompletionsCallback": "it gathers from ranks, so each completion would come more than once; leave it out",
     "WeaveCallback": "it gathers from ranks, so each completion would come more than once; leave it out",
 }
-_DDP: Final = ("ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph")
 
 
 def refuse_arguments(args: Any, ring: RingConfig) -> None:
@@ -27,109 +26,74 @@ def refuse_arguments(args: Any, ring: RingConfig) -> None:
         raise UnsupportedError(f"{what} is not supported on a ring; {remedy}")
 
 
+# Arguments that are not supported where they are set, and what to do instead; some are of TRL, or of a later release.
+_COMPLETIONS: Final = "leave it out: the model on the ring makes the completions"
+_WHERE_SET: Final = {
+    "deepspeed": "leave it out: weights are sharded over the ring (FSDP2)",
+    "fsdp": "leave it out: weights are sharded over the ring (FSDP2)",
+    "fp16": "use bf16=True, which needs no scaled loss",
+    "fp16_full_eval": "load the model in that dtype, or use bf16=True",
+    "bf16_full_eval": "load the model in that dtype, or use bf16=True",
+    "label_smoothing_factor": "it needs whole logits: leave it out; Trainer has RingConfig(label_smoothing=...) for "
+    "language models, which evaluates without it",
+    "neftune_noise_alpha": "its noise would be scaled by the local length; leave it out",
+    "use_liger_kernel": "leave it out: the ring's loss uses Liger's where it is installed",
+    "torch_compile": "use RingConfig(compile=True), which compiles layers",
+    "auto_find_batch_size": "one rank that runs out of memory would leave the others; set the batch size",
+    "enable_jit_checkpoint": "ranks would notice SIGTERM at different steps; leave it out, and use save_steps",
+    "save_on_each_node": "leave it out: rank 0 writes the model",
+    "eval_use_gather_object": "leave it out: predictions are gathered as tensors",
+    "activation_offloading": "use RingConfig(offload='activations')",
+    "precompute_ref_log_probs": "leave it out: TRL would have to read all weights on one rank; a reference model is "
+    "split over the ring",
+    "use_vllm": f"{_COMPLETIONS}, or give a rollout_func",
+    "use_transformers_continuous_batching": _COMPLETIONS,
+    "use_transformers_paged": _COMPLETIONS,
+    "cache_implementation": "leave it out: the cache is split over the ring",
+    "cast_lm_head_to_fp32": "leave it out: it replaces the head's forward; load the model in float32",
+    **dict.fromkeys(
+        ("ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"),
+        "leave it out: the model is not wrapped in DistributedDataParallel",
+    ),
+}
+
+
 def _unsupported(args: Any, ring: RingConfig) -> Iterator[tuple[str, str]]:
     """Yield each unsupported argument with the alternative."""
     if getattr(args, "parallelism_config", None) is not None:
         yield "parallelism_config, a second parallelism beside the ring,", "leave it out"
-    if args.deepspeed:
-        yield "deepspeed", "leave it out: weights are sharded over the ring (FSDP2)"
-    if args.fsdp:
-        yield "fsdp", "leave it out: weights are sharded over the ring (FSDP2)"
-    if args.fp16:
-        yield "fp16=True", "use bf16=True, which needs no scaled loss"
-    for name in ("fp16_full_eval", "bf16_full_eval"):
-        if getattr(args, name):
-            yield f"{name}=True", "load the model in that dtype, or use bf16=True"
-    if args.label_smoothing_factor:
-        yield (
-            f"label_smoothing_factor={args.label_smoothing_factor}",
-            (
-                "it needs whole logits: leave it out; Trainer has RingConfig(label_smoothing=...) for language models, "
-                "which evaluates without it"
-            ),
-        )
-    if args.neftune_noise_alpha is not None:
-        yield (
-            f"neftune_noise_alpha={args.neftune_noise_alpha}",
-            "its noise would be scaled by the local length; leave it out",
-        )
-    if args.use_liger_kernel:
-        yield "use_liger_kernel=True", "leave it out: the ring's loss uses Liger's where it is installed"
-    if args.torch_compile:
-        yield "torch_compile=True", "use RingConfig(compile=True), which compiles layers"
-    if args.auto_find_batch_size:
-        yield "auto_find_batch_size=True", "one rank that runs out of memory would leave the others; set the batch size"
-    if not args.average_tokens_across_devices and ring.replicas > 1:
-        yield (
-            "average_tokens_across_devices=False with several replicas",
-            ("the loss would be the mean of the replicas' means, not that of one process; leave it True"),
-        )
-    if getattr(args, "enable_jit_checkpoint", False):
-        yield (
-            "enable_jit_checkpoint=True",
-            "ranks would notice SIGTERM at different steps; leave it out, and use save_steps",
-        )
-    if args.save_on_each_node:
-        yield "save_on_each_node=True", "leave it out: rank 0 writes the model"
-    if args.eval_use_gather_object:
-        yield "eval_use_gather_object=True", "leave it out: predictions are gathered as tensors"
-    if args.accelerator_config.dispatch_batches:
+    for name, remedy in _WHERE_SET.items():
+        value = getattr(args, name, None)
+        if value or (value is not None and name.startswith(("ddp_", "neftune_"))):
+            yield name if name in ("deepspeed", "fsdp") else f"{name}={value!r}", remedy
+    loaders, several = args.accelerator_config, ring.replicas > 1
+    if not args.average_tokens_across_devices and several:
+        remedy = "the loss would be the mean of the replicas' means, not that of one process; leave it True"
+        yield "average_tokens_across_devices=False with several replicas", remedy
+    if loaders.dispatch_batches:
         yield "dispatch_batches=True", "leave it out: each rank reads its replica's batches"
-    if not args.accelerator_config.even_batches and ring.replicas > 1:
+    if not loaders.even_batches and several:
         yield "even_batches=False with several replicas", "one would wait for batches that others lack; leave it True"
     if args.dataloader_num_workers > 1 and not getattr(args, "dataloader_in_order", True):
         yield "dataloader_in_order=False", "each rank would get its workers' batches in another order; leave it True"
     if getattr(args, "train_sampling_strategy", None) == "batch_rebalance":
         yield "train_sampling_strategy='batch_rebalance'", "use 'group_by_length' or 'random'"
-    if getattr(args, "activation_offloading", False):
-        yield "activation_offloading=True", "use RingConfig(offload='activations')"
     if (getattr(args, "gradient_checkpointing_kwargs", None) or {}).get("selective"):
-        yield (
-            "gradient_checkpointing_kwargs={'selective': True}",
-            "RingConfig(checkpoint='attention') keeps attention's results",
-        )
-    if ring.balance != "none" and args.accelerator_config.split_batches:
+        remedy = "RingConfig(checkpoint='attention') keeps attention's results"
+        yield "gradient_checkpointing_kwargs={'selective': True}", remedy
+    if ring.balance != "none" and loaders.split_batches:
         yield f"balance={ring.balance!r} with split_batches=True", "leave one of the two out"
-    yield from _of_preferences_and_rollouts(args)
-    for name in _DDP:
-        if getattr(args, name) is not None:
-            yield f"{name}={getattr(args, name)}", "leave it out: the model is not wrapped in DistributedDataParallel"
     optimizer = str(getattr(args.optim, "value", args.optim))
     if optimizer not in _OPTIMIZERS:
-        yield (
-            f"optim={optimizer!r}",
-            (
-                f"use one of {', '.join(sorted(_OPTIMIZERS))}, or optimizer_cls_and_kwargs with one that treats each "
-                "number by itself"
-            ),
+        remedy = (
+            f"use one of {', '.join(sorted(_OPTIMIZERS))}, or optimizer_cls_and_kwargs with one that treats each "
+            "number by itself"
         )
-
-
-def _of_preferences_and_rollouts(args: Any) -> Iterator[tuple[str, str]]:
-    """Yield the unsupported arguments of TRL's preference and rollout trainers."""
-    if getattr(args, "precompute_ref_log_probs", False):
-        yield (
-            "precompute_ref_log_probs=True",
-            "leave it out: TRL would have to read all weights on one rank; a reference model is split over the ring",
-        )
-    if getattr(args, "use_vllm", False):
-        yield "use_vllm=True", "leave it out: the model on the ring makes the completions, or give a rollout_func"
-    for name in ("use_transformers_continuous_batching", "use_transformers_paged"):
-        if getattr(args, name, False):
-            yield f"{name}=True", "leave it out: the model on the ring makes the completions"
-    if (kind := getattr(args, "cache_implementation", None)) is not None:
-        yield f"cache_implementation={kind!r}", "leave it out: the cache is split over the ring"
-    if getattr(args, "cast_lm_head_to_fp32", False):
-        yield "cast_lm_head_to_fp32=True", "leave it out: it replaces the head's forward; load the model in float32"
+        yield f"optim={optimizer!r}", remedy
 
 
 def refuse_accelerator(accelerator: Any) -> None:
-    """Refuse a launcher's parallelism and precisions, and processes that accelerate does not know.
-
-    Raises:
-        UnsupportedError: names it.
-        ConfigError: accelerate counts other processes than there are: each would write as if it were the first.
-    """
+    """Refuse a launcher's parallelism and precisions, and processes that accelerate does not know."""
     state = accelerator.state
     if dist.is_initialized() and state.num_processes != dist.get_world_size():
         raise ConfigError(

@@ -31,9 +31,6 @@ def count_generations(args: Any, replicas: int) -> None:
     """Make a trainer's arguments count the completions of one generation by replica; TRL counts ranks.
 
     ``steps_per_generation`` stays: ``generation_batch_size`` becomes that times the batch of a step.
-
-    Raises:
-        ConfigError: they are no whole groups of ``num_generations``.
     """
     steps = getattr(args, "steps_per_generation", None)
     if steps is None:
@@ -87,9 +84,6 @@ def first_of_ring(
     """Wrap a function so that all ranks of a ring get the result of its first rank.
 
     ``checked`` takes the result and the number of prompts, and returns the value to use, or raises.
-
-    Raises:
-        PeerMismatch: when it raises on another rank of any ring.
     """
 
     @functools.wraps(function)
@@ -122,12 +116,7 @@ def failing_later(function: Callable[..., Any], failures: list[Failure]) -> Call
 
 
 def raise_on_all(failures: list[Failure], mesh: DeviceMesh) -> None:
-    """Raise noted failures on every rank of all rings, and clear ``failures``.
-
-    Raises:
-        Exception: this rank's first one, as it was raised.
-        PeerMismatch: this rank has none, and another one has.
-    """
+    """Raise noted failures on every rank of all rings, and clear ``failures``."""
     reasons = [f"{_name_of(function)} raised on another rank: {type(e).__name__}: {e}" for function, e in failures]
     first = next((error for _, error in failures), None)
     failures.clear()

@@ -7,8 +7,7 @@ require("ringspan.jax", "jax")
 
 from ringspan.jax.attention import ring_attention, sharded_ring_attention
 from ringspan.jax.batch import shard, shard_batch, unshard
-from ringspan.jax.feedforward import blockwise_feedforward
-from ringspan.jax.loss import blockwise_cross_entropy
+from ringspan.jax.blockwise import blockwise_cross_entropy, blockwise_feedforward
 from ringspan.jax.mesh import init_mesh, map_mesh
 
 __all__ = [

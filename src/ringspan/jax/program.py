@@ -79,11 +79,7 @@ class Program(Course):
 
 @lru_cache(maxsize=64)
 def compile_program(layout: Layout, key_layout: Layout, mask: Mask, query_chunk: int, key_chunk: int) -> Program:
-    """Compile the program of a ring for one mask, without hops that no rank needs.
-
-    Raises:
-        LayoutError: two layouts of different name or number of ranks.
-    """
+    """Compile the program of a ring for one mask, without hops that no rank needs."""
     queries, keys = Chunks.of(layout, query_chunk), Chunks.of(key_layout, key_chunk)
     course, rows = _look_up(layout, key_layout, mask, lambda hop: _lists(hop.tiles, queries, keys))
     bands: dict[tuple[tuple[int, ...], ...], int] = {}
@@ -123,11 +119,7 @@ class Tables(Course):
 
 @lru_cache(maxsize=64)
 def compile_tables(layout: Layout, key_layout: Layout, mask: Mask) -> Tables:
-    """Compile the tables of a ring for one mask, without hops that no rank needs.
-
-    Raises:
-        LayoutError: two layouts of different name or number of ranks.
-    """
+    """Compile the tables of a ring for one mask, without hops that no rank needs."""
     course, rows = _look_up(layout, key_layout, mask, lambda hop: hop.bands)
     tables = [Table.of(bands, layout.tokens_per_rank, key_layout.tokens_per_rank) for bands in rows]
     return Tables(

@@ -5,7 +5,7 @@ from datetime import timedelta
 from typing import Any, Final
 
 import torch
-from lightning.pytorch import Trainer
+from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -16,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ringspan.core.errors import ConfigError, UnsupportedError
-from ringspan.lightning.agreed import AgreedStop, ToldErrors
 from ringspan.lightning.seams import Dealing, give_mesh
-from ringspan.torch.consistency.calls import Call, check_call, exchanging, preparing
+from ringspan.torch.consistency.calls import Call, check_call, exchanging, hear_all, preparing
 from ringspan.torch.consistency.fixed import Fixed
+from ringspan.torch.consistency.loop_watch import in_call
 from ringspan.torch.memory.sharding import settle
 from ringspan.torch.runtime.mesh import make_mesh, split_world
 
@@ -182,6 +182,46 @@ class RingStrategy(ModelParallelStrategy):
     def _settle(self) -> None:
         for model in self._on_ring():
             settle(model)
+
+
+class ToldErrors(Callback):
+    """The first of a trainer's callbacks: other ranks hear of an error before the next ones save, with all ranks."""
+
+    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+        trainer.strategy.on_exception(exception)
+
+
+class AgreedStop(Callback):
+    """The last of a trainer's callbacks: all ranks stop if ``trainer.should_stop`` is set on any."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+
+    def _agree(self, trainer: Trainer, event: str) -> None:
+        with in_call(event):
+            trainer.should_stop = any(hear_all(self._mesh, Call(event, said=bool(trainer.should_stop))))
+
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        """Agree before the first batch."""
+        self._agree(trainer, "the start of training")
+
+    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Agree before Lightning asks for another batch."""
+        self._agree(trainer, "the end of a training batch")
+
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
+        """Agree before gradients are clipped together."""
+        self._agree(trainer, "an optimizer step")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self._agree(trainer, "the end of a validation")
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
+        self._agree(trainer, "the end of an epoch")
+
+    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
+        """Agree, so that no rank is gone when another raises."""
+        self._agree(trainer, "the end of training")
 
 
 def _refuse_callbacks(trainer: Any) -> None:

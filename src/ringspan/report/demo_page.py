@@ -1,140 +1,77 @@
-"""A result as one self-contained HTML file: text, tables and inline SVG; no script, nothing fetched."""
+"""The page of ``ringspan demo``: what was trained, proved and measured."""
 
-import os
-from collections.abc import Callable, Iterable, Sequence
-from html import escape
-from math import inf, isfinite, isnan, nan
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from math import ceil, cos, isfinite, pi, sin
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
 
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import causal
-from ringspan.core.messages.extras import installed, remedy
-from ringspan.core.names import LAYOUT_NAMES
 from ringspan.core.schedule.schedule import make_schedule
-from ringspan.report.charts import loss_picture, megabytes, memory_picture, number
-from ringspan.report.drawing import RANK_COLOURS, svg
+from ringspan.report.drawing import (
+    INK,
+    PAPER,
+    RANK_COLOURS,
+    SOFT,
+    Point,
+    canvas,
+    dress,
+    line,
+    panel,
+    polygons,
+    rectangle,
+    spots,
+    text,
+)
+from ringspan.report.page import command, element, escaped, page, picture, section, table, write_whole
 from ringspan.report.ring_pictures import ring_picture, travel_picture
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MAX_ROWS: Final = 400  # of the long tables; the file stays small enough to send
-MAX_CHARACTERS: Final = 300  # of one text
-NOT_MEASURED: Final = "not measured"
-
-# The policy makes the browser refuse whatever is not in this file, should a text ever slip through the escaping.
-HEAD: Final = (
-    '<meta charset="utf-8">'
-    '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    '<meta name="color-scheme" content="light dark">'
-    "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-)
-CSS: Final = """
-:root { color-scheme: light dark; --ground: #fff; --ink: #1b1f24; --soft: #57606a; --line: #d0d7de; --panel: #f6f8fa }
-@media (prefers-color-scheme: dark) {
-  :root { --ground: #0d1117; --ink: #e6edf3; --soft: #9da7b3; --line: #3d444d; --panel: #161b22 }
-}
-* { box-sizing: border-box }
-body { margin: 0; background: var(--ground); color: var(--ink); font: 16px/1.5 system-ui, sans-serif }
-main { max-width: 1040px; margin: 0 auto; padding: 24px 20px 48px }
-h1 { font-size: 1.75rem; line-height: 1.2; margin: 0 0 12px }
-h2 { font-size: 1.2rem; margin: 40px 0 8px; padding-top: 12px; border-top: 1px solid var(--line) }
-p { margin: 8px 0; max-width: 46rem }
-.lead { font-size: 1.15rem }
-.soft, caption, figcaption { color: var(--soft); font-size: .9rem }
-.side { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 24px 40px }
-.side > * { min-width: 0 }
-figure { margin: 12px 0 }
-svg { display: block; width: 100%; height: auto; max-width: 560px }
-.scroll { overflow-x: auto }
-table { border-collapse: collapse; margin: 12px 0; font-variant-numeric: tabular-nums }
-caption { text-align: left; padding-bottom: 4px }
-th, td { text-align: left; padding: 5px 18px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top }
-th { font-weight: 600 }
-.numbers td, .numbers thead th:not(:first-child) { text-align: right; white-space: nowrap }
-th:last-child, td:last-child { padding-right: 0 }
-tbody th { font-weight: 400; min-width: 8em; overflow-wrap: anywhere }
-td { overflow-wrap: anywhere }
-.long { font-size: .85rem; max-height: 28rem; overflow: auto }
-.long th, .long td { padding: 3px 14px 3px 0; min-width: 3em }
-.long p { position: sticky; left: 0 }
-summary { cursor: pointer; padding: 4px 0 }
-pre { background: var(--panel); border: 1px solid var(--line); border-radius: 6px; padding: 12px; overflow-x: auto }
-"""
 
 
 def write_report(result: dict[str, Any], path: Path) -> None:
-    """Write the report of a run to ``path``, whole or not at all; parts without a measurement say so.
-
-    Args:
-        result: the result of ``ringspan demo``, see ``result.json``; any part may be missing or empty.
-        path: the HTML file, replaced if it exists; its folder is made.
-    """
-    path = Path(path)
+    """Write the report of a run, the object of ``ringspan demo --json``, whole or not at all; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, _page(result))
-
-
-def write_whole(path: Path, content: str) -> None:
-    """Write a text file, whole or not at all."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        unfinished.write_text(content, encoding="utf-8")
-        unfinished.replace(path)
-    finally:
-        unfinished.unlink(missing_ok=True)
-
-
-def _page(result: dict[str, Any]) -> str:
-    sections = [
-        ("Loss", _loss(result)),
-        ("Proof: the ring against one process", _proof(result)),
-        ("Memory per rank", _memory(result)),
-        ("Who computes what", _ring(result)),
-        ("Speed", _speed(result)),
-        ("What ran where", _setting(result)),
-        ("Command", element("pre", element("code", _text(result.get("command"))))),
-    ]
-    body = "".join(
-        element("section", element("h2", title, id=f"part{index}"), content, aria_labelledby=f"part{index}")
-        for index, (title, content) in enumerate(sections)
-    )
-    head = element("head", HEAD, element("title", "ringspan report"), element("style", CSS))
-    headline = element("h1", "ringspan report") + element("p", _headline(result), class_="lead")
-    return "<!doctype html>\n" + element("html", head, element("body", element("main", headline, body)), lang="en")
+    parts = {
+        "Loss": _loss(result["metrics"], result["evaluation"]),
+        "Proof: the ring against one process": _proof(result["proof"]),
+        "Memory per rank": _memory(result["memory"]),
+        "Who computes what": _ring(result),
+        "Speed": _speed(result),
+        "What ran where": _setting(result),
+    }
+    sections = (section(title, part, name=f"part{index}") for index, (title, part) in enumerate(parts.items()))
+    lead = element("p", _headline(result), class_="lead")
+    write_whole(path, page("ringspan report", lead, *sections, command(result["command"])))
 
 
 def _headline(result: dict[str, Any]) -> str:
-    """Summarize the run and its outcome in one sentence of the available numbers."""
-    model, losses, proof = _part(result, "model"), _losses(result), _part(result, "proof")
-    ranks, length = number(result.get("ranks")), number(result.get("sequence_length_tokens"))
-    subject = f"A {_text(model.get('type'))} model" if model.get("type") else "A model"
-    if parameters := number(model.get("parameters")):
-        subject += f" of {_millions(parameters)} parameters"
-    done = f"trained for {len(losses):,} step{'s' * (len(losses) != 1)}" if losses else "set up"
-    if length:
-        done += f" on sequences of {length:,.0f} tokens"
-    if ranks:
-        done += f", each split over {ranks:,.0f} process{'es' * (ranks != 1)}"
-    came = []
-    if len(losses) > 1:
-        came.append(f"its loss went from {losses[0]:.3f} to {losses[-1]:.3f}")
-    if (difference := number(proof.get("loss_relative_difference"))) is not None:
-        came.append(f"the loss of one batch differs from that of a single process by {difference:.1e} (relative)")
-    if gradients := _gradients(result):
-        worst = gradients[0][2]
-        came.append(f"no gradient by more than {worst:.1e}" if isfinite(worst) else "some gradients are not numbers")
-    held = {number(row.get("ring")): number(row.get("activation_bytes")) for row in _rows(result, "memory")}
-    alone, most = held.get(1), max((ring for ring, measured in held.items() if ring and measured), default=1)
-    if alone and most > 1:
+    """Summarize the run and its outcome in one sentence."""
+    model, ranks, steps = result["model"], result["ranks"], result["metrics"]
+    worst = _gradients(result["proof"])[0]["relative_difference"]
+    held = {row["ring"]: row["activation_bytes"] for row in result["memory"]}
+    came = [
+        f"its loss went from {_number(steps[0]['loss'], '.3f')} to {_number(steps[-1]['loss'], '.3f')}",
+        "the loss of one batch differs from that of a single process by "
+        f"{result['proof']['loss_relative_difference']:.1e} (relative)",
+        f"no gradient by more than {worst:.1e}" if isfinite(worst) else "some gradients are not numbers",
+    ]
+    if max(held) > 1:
         came.append(
-            f"activations take {megabytes(held[most] or 0)} per rank on a ring of {most:.0f}, {megabytes(alone)} on one"
+            f"activations take {megabytes(held[max(held)])} per rank on a ring of {max(held)}, {megabytes(held[1])} on "
+            "one"
         )
-    if not (losses or length or came):
-        return "Nothing was measured."
-    return f"{subject} was {done}{': ' if came else ''}{'; '.join(came)}."
+    return (
+        f"A {escaped(model['type'])} model of {model['parameters'] / 1e6:,.1f} million parameters was trained for "
+        f"{len(steps):,} step{'s' * (len(steps) != 1)} on sequences of {result['sequence_length_tokens']:,} tokens, "
+        f"each split over {ranks:,} process{'es' * (ranks != 1)}: {'; '.join(came)}."
+    )
 
 
 _STEP_COLUMNS: Final = (
@@ -149,223 +86,230 @@ _STEP_COLUMNS: Final = (
 )
 
 
-def _loss(result: dict[str, Any]) -> str:
-    metrics, evaluation = _rows(result, "metrics"), _rows(result, "evaluation")
-    picture = _picture(loss_picture, metrics, evaluation) if metrics or evaluation else ""
-    if not picture:
-        return _missing()
-    table = [[_number(row.get(name), form) for name, _, form in _STEP_COLUMNS] for row in metrics]
-    heads = [title for _, title, _ in _STEP_COLUMNS]
-    points = [[_number(row.get("step")), _number(row.get("eval_loss"), ".4f")] for row in evaluation]
+def _loss(metrics: list[dict[str, Any]], evaluation: list[dict[str, Any]]) -> str:
+    steps = [[_number(row[name], form) for name, _, form in _STEP_COLUMNS] for row in metrics]
+    points = [[row["step"], _number(row["eval_loss"], ".4f")] for row in evaluation]
+    said = element("figcaption", "Point at the picture for the value at a step.")
     return (
-        element("figure", picture, element("figcaption", "Point at the picture for the value at a step."))
-        + (_details("Every step", _long_table(heads, table)) if table else "")
-        + (_details("Evaluation", _long_table(("step", "evaluation loss"), points)) if points else "")
+        element("figure", picture(loss_picture, metrics, evaluation), said)
+        + _details("Every step", [title for _, title, _ in _STEP_COLUMNS], steps)
+        + _details("Evaluation", ("step", "evaluation loss"), points)
     )
 
 
-def _proof(result: dict[str, Any]) -> str:
-    proof, gradients = _part(result, "proof"), _gradients(result)
-    if not proof:
-        return _missing()
-    ranks = _number(proof.get("ranks"))
+def _proof(proof: dict[str, Any]) -> str:
+    gradients, errors = _gradients(proof), proof["worst_error"]
+    worst, middle = gradients[0], gradients[len(gradients) // 2]
     rows = [
-        ("loss on one process", _number(proof.get("loss_one_process"), ".7f")),
-        (f"loss on the ring of {ranks}", _number(proof.get("loss_ring"), ".7f")),
-        ("relative difference of the loss", _number(proof.get("loss_relative_difference"), ".1e")),
+        ("loss on one process", f"{proof['loss_one_process']:.7f}"),
+        (f"loss on the ring of {proof['ranks']}", f"{proof['loss_ring']:.7f}"),
+        ("relative difference of the loss", f"{proof['loss_relative_difference']:.1e}"),
+        (f"worst gradient: {worst['name']}", f"{worst['relative_difference']:.1e}"),
+        (f"median gradient of {len(gradients):,}", f"{middle['relative_difference']:.1e}"),
+        ("largest error of a gradient against float64, ring", f"{errors['ring']:.1e}"),
+        ("the same, one process", f"{errors['one_process']:.1e}"),
     ]
-    details = ""
-    if gradients:
-        worst_name, _, worst = gradients[0]
-        rows += [
-            (f"worst gradient: {_text(worst_name)}", f"{worst:.1e}"),
-            (f"median gradient of {len(gradients):,}", f"{gradients[len(gradients) // 2][2]:.1e}"),
-        ]
-        if (errors := _part(proof, "worst_error")) and {"ring", "one_process"} <= errors.keys():
-            rows += [
-                ("largest error of a gradient against float64, ring", _number(errors["ring"], ".1e")),
-                ("the same, one process", _number(errors["one_process"], ".1e")),
-            ]
-        table = [[_text(name), _number(norm, ".3e"), f"{difference:.1e}"] for name, norm, difference in gradients]
-        heads = ("parameter", "norm", "relative difference")
-        details = _details(f"All {len(gradients):,} gradients, the worst first", _long_table(heads, table))
-    else:
-        rows.append(("gradients", NOT_MEASURED))
-    length = _number(proof.get("length"))
+    every = [[row["name"], f"{row['norm']:.3e}", f"{row['relative_difference']:.1e}"] for row in gradients]
     about = (
-        f"One batch of {length} tokens through the same weights, once on one process with the model's own attention, "
-        f"once on the ring. A difference is the norm of (ring − one process) over the norm of one process. "
+        f"One batch of {proof['length']:,} tokens through the same weights, once on one process with the model's own "
+        "attention, once on the ring. A difference is the norm of (ring − one process) over the norm of one process. "
         "For scale: rounding a single float32 number changes it by up to 6e-08; a gradient that nearly cancels keeps "
         "more of it, on one process as on the ring, which the errors against float64 tell."
     )
-    return element("p", about) + _table(rows, class_="numbers") + details
+    title = f"All {len(gradients):,} gradients, the worst first"
+    details = _details(title, ("parameter", "norm", "relative difference"), every)
+    return element("p", about) + table(rows, class_="numbers") + details
 
 
-def _memory(result: dict[str, Any]) -> str:
-    rows = _rows(result, "memory")[:16]
-    picture = _picture(memory_picture, rows) if rows else ""
+def _memory(rows: list[dict[str, Any]]) -> str:
     caption = "Activations that one rank holds for the same sequence, by the size of the ring. 1 MB is 1,000,000 bytes."
-    return element("figure", picture, element("figcaption", caption)) if picture else _missing()
+    return element("figure", picture(memory_picture, rows), element("figcaption", caption))
 
 
 def _ring(result: dict[str, Any]) -> str:
     """Show the layout that ran and its traffic, next to contiguous chunks: why the layout matters."""
-    name, length, ranks = (
-        result.get("layout"),
-        number(result.get("sequence_length_tokens")),
-        number(result.get("ranks")),
-    )
-    if name not in LAYOUT_NAMES or not length or not ranks or min(length, ranks) < 1:
-        return _missing()
-    drawn_ranks = min(int(ranks), len(RANK_COLOURS))
-    layout = drawn = Layout(name, int(length), drawn_ranks)
+    name, length, ranks = result["layout"], result["sequence_length_tokens"], result["ranks"]
+    drawn_ranks = min(ranks, len(RANK_COLOURS))
+    layout = drawn = Layout(name, length, drawn_ranks)
     notes = ["A row is a query, a column a key; causal attention computes the coloured part."]
     if drawn_ranks < ranks:
-        notes.append(f"Drawn for {drawn_ranks} ranks, run on {ranks:,.0f}.")
+        notes.append(f"Drawn for {drawn_ranks} ranks, run on {ranks:,}.")
     if name == "striped" and drawn_ranks > 1 and length > 8 * drawn_ranks:
         drawn = Layout(name, 8 * drawn_ranks, drawn_ranks)
         pairs = [make_schedule(layout, causal(), rank).num_pairs for rank in range(drawn_ranks)]
         shares = ", ".join(f"{100 * count / sum(pairs):.1f} %" for count in pairs)
         notes.append(
-            f"Stripes drawn for {drawn.length} positions; on all {length:,.0f} the ranks do {shares} of the work."
+            f"Stripes drawn for {drawn.length} positions; on all {length:,} the ranks do {shares} of the work."
         )
-    pictures = [_picture(ring_picture, drawn, causal())]
+    pictures = [picture(ring_picture, drawn, causal())]
     if drawn_ranks > 1 and name != "contiguous":
-        pictures.append(_picture(ring_picture, Layout("contiguous", int(length), drawn_ranks), causal()))
-    pictures.append(_picture(travel_picture, layout, causal()))
-    figures = "".join(element("figure", picture) for picture in pictures)
+        pictures.append(picture(ring_picture, Layout("contiguous", length, drawn_ranks), causal()))
+    pictures.append(picture(travel_picture, layout, causal()))
+    figures = "".join(element("figure", each) for each in pictures)
     return element("p", " ".join(notes)) + element("div", figures, class_="side")
 
 
 def _speed(result: dict[str, Any]) -> str:
-    metrics, seconds = _rows(result, "metrics"), _part(result, "seconds")
-    if not metrics and not seconds:
-        return _missing()
-    rows = []
-    for title, name, form in (
-        ("tokens per second", "tokens_per_second", ",.0f"),
-        ("model FLOP/s over the speed of matrix products here", "matmul_utilization", ".1%"),
-        ("seconds per step", "seconds", ",.2f"),
-    ):
-        values = [value for row in metrics if (value := number(row.get(name))) is not None]
-        rows.append((title, format(median(values), form) if values else NOT_MEASURED))
-    peaks = [value for row in metrics if (value := number(row.get("peak_bytes"))) is not None]
-    rows.append(("highest memory of a process", megabytes(max(peaks)) if peaks else NOT_MEASURED))
-    stages = [(_text(name), _number(value, ",.1f")) for name, value in _given(seconds)]
-    total = sum(value for value in map(number, seconds.values()) if value is not None)
-    stages += [("total", f"{total:,.1f}")] if stages else []
-    tables = _table(rows, f"Training, median of {len(metrics):,} steps" if metrics else "Training", class_="numbers")
-    return element("div", tables, _table(stages, "Seconds by part", class_="numbers") if stages else "", class_="side")
+    metrics, seconds = result["metrics"], result["seconds"]
+    rows = [
+        (title, format(median(row[name] for row in metrics), form))
+        for title, name, form in (
+            ("tokens per second", "tokens_per_second", ",.0f"),
+            ("model FLOP/s over the speed of matrix products here", "matmul_utilization", ".1%"),
+            ("seconds per step", "seconds", ",.2f"),
+        )
+    ]
+    rows.append(("highest memory of a process", megabytes(max(row["peak_bytes"] for row in metrics))))
+    stages = [(name, f"{value:,.1f}") for name, value in (*seconds.items(), ("total", sum(seconds.values())))]
+    training = table(rows, caption=f"Training, median of {len(metrics):,} steps", class_="numbers")
+    return element("div", training, table(stages, caption="Seconds by part", class_="numbers"), class_="side")
 
 
 def _setting(result: dict[str, Any]) -> str:
-    names = {
-        "ranks": "ranks",
-        "sequence_length_tokens": "sequence length, tokens",
-        "layout": "layout",
-        "dtype": "dtype",
-    }
-    parts = {
-        "Model": _part(result, "model"),
-        "Data": _part(result, "data"),
-        "Run": {title: result[name] for name, title in names.items() if name in result},
-        "Machine and versions": _part(result, "machine"),
-    }
-    tables = []
-    for title, part in parts.items():
-        rows = [(_text(str(key).replace("_", " ")), _number(value)) for key, value in _given(part)]
-        tables.append(_table(rows or [("all", NOT_MEASURED)], title))
+    run = {
+        "ranks": result["ranks"], "sequence length, tokens": result["sequence_length_tokens"],
+        "layout": result["layout"], "dtype": result["dtype"],
+    }  # fmt: skip
+    parts = {"Model": result["model"], "Data": result["data"], "Run": run, "Machine and versions": result["machine"]}
+    tables = [
+        table([(key.replace("_", " "), _number(value)) for key, value in part.items() if value is not None], (), title)
+        for title, part in parts.items()
+    ]
     return element("div", *tables, class_="side")
 
 
-def _picture(draw: "Callable[..., Figure | None]", *arguments: Any) -> str:
-    """Return a picture as SVG, a line on what drawing needs, or nothing without data."""
-    if not installed("matplotlib"):
-        return element("p", escape(f"The picture needs {remedy('matplotlib')}."), class_="soft")
-    figure = draw(*arguments)
-    return "" if figure is None else svg(figure)
+def _gradients(proof: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of the gradients, worst first; NaN is the worst."""
+    return sorted(proof["gradients"], key=lambda row: (isfinite(d := row["relative_difference"]), -d))
 
 
-def element(tag: str, *children: str, **attributes: object) -> str:
-    """Return one element with its attributes escaped; ``children`` are markup. ``aria_label`` becomes aria-label."""
-    written = "".join(
-        f' {name.rstrip("_").replace("_", "-")}="{escape(str(value))}"' for name, value in attributes.items()
-    )
-    return f"<{tag}{written}>{''.join(children)}</{tag}>"
-
-
-def _part(result: dict[str, Any], name: str) -> dict[str, Any]:
-    value = result.get(name)
-    return value if isinstance(value, dict) else {}
-
-
-def _given(part: dict[str, Any]) -> list[tuple[str, Any]]:
-    return [(key, value) for key, value in part.items() if value is not None][:MAX_ROWS]
-
-
-def _rows(holder: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    value = holder.get(name)
-    return [row for row in value if isinstance(row, dict)] if isinstance(value, (list, tuple)) else []
-
-
-def _losses(result: dict[str, Any]) -> list[float]:
-    return [loss for row in _rows(result, "metrics") if (loss := number(row.get("loss"))) is not None]
-
-
-def _gradients(result: dict[str, Any]) -> list[tuple[object, object, float]]:
-    """Return name, norm and relative difference of each gradient, worst first; NaN is the worst."""
-    rows = _rows(_part(result, "proof"), "gradients")
-    read = [(row.get("name"), row.get("norm"), row.get("relative_difference")) for row in rows]
-    known = [(name, norm, float(value) if isinstance(value, (int, float)) else nan) for name, norm, value in read]
-    return sorted(known, key=lambda row: -inf if isnan(row[2]) else -row[2])
-
-
-def _text(value: object, limit: int = MAX_CHARACTERS) -> str:
-    """Escape any value as text of bounded length; unprintable characters become a mark."""
+def _number(value: Any, form: str = "") -> str:
+    """Format a number with separators, in ``form`` if given; a missing one, which was not finite, as such."""
     if value is None:
-        return NOT_MEASURED
-    text = str(value)
-    text = text if len(text) <= limit else text[: limit - 1] + "…"
-    return escape("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in text))
+        return "not a number"
+    return format(value, form or ("," if isinstance(value, int) else ".5g" if isinstance(value, float) else ""))
 
 
-def _number(value: object, form: str = "") -> str:
-    """Format a number with separators, in ``form`` if given; anything else as text."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        return _text(value)
-    if form:
-        return format(value, form)
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.5g}"
-
-
-def _millions(count: float) -> str:
-    return f"{count / 1e6:,.1f} million" if count >= 1e5 else f"{count:,.0f}"
-
-
-def _missing() -> str:
-    return element("p", NOT_MEASURED.capitalize() + ".", class_="soft")
-
-
-def _table(rows: Iterable[Sequence[str]], caption: str = "", **more: object) -> str:
-    """Return rows of escaped cells, the first of each its head."""
-    body = "".join(
-        element("tr", element("th", head, scope="row"), *(element("td", cell) for cell in cells))
-        for head, *cells in rows
-    )
-    table = element("table", element("caption", caption) if caption else "", element("tbody", body), **more)
-    return element("div", table, class_="scroll")
-
-
-def _long_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = element("thead", element("tr", *(element("th", name, scope="col") for name in heads)))
-    body = "".join(
-        element("tr", element("th", row[0], scope="row"), *(element("td", cell) for cell in row[1:]))
-        for row in rows[:MAX_ROWS]
-    )
+def _details(title: str, heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return a long table to be opened; nothing without rows."""
+    if not rows:
+        return ""
     more = element("p", f"The first {MAX_ROWS:,} of {len(rows):,}.") if len(rows) > MAX_ROWS else ""
-    table = element("table", head, element("tbody", body), class_="numbers")
-    return element("div", table, more, class_="long", tabindex=0, role="region", aria_label=f"Table by {heads[0]}")
-
-
-def _details(title: str, content: str) -> str:
+    long = {"class_": "long", "tabindex": 0, "role": "region", "aria_label": f"Table by {heads[0]}"}
+    content = element("div", table(rows[:MAX_ROWS], heads, class_="numbers"), more, **long)
     return element("details", element("summary", title), content)
+
+
+def loss_picture(metrics: Sequence[dict[str, Any]], evaluation: Sequence[dict[str, Any]] = ()) -> "Figure | None":
+    """Draw loss (nats per token) by step, evaluation loss as diamonds; None without a finite one."""
+    train = [(row["step"], row["loss"]) for row in metrics if row["loss"] is not None]
+    evaluated = [(row["step"], row["eval_loss"]) for row in evaluation if row["eval_loss"] is not None]
+    if not (train or evaluated):
+        return None
+    from matplotlib.ticker import MaxNLocator
+
+    # Said in words too, for those who do not see the picture.
+    last = [(name, series[-1]) for name, series in (("train", train), ("eval", evaluated)) if series]
+    spoken = "; ".join(f"{name} loss {loss:.4f} at step {step:,.0f}" for name, (step, loss) in last)
+    left, top, right, bottom = 66.0, 16.0, 390.0, 226.0
+    figure, page = canvas(500, bottom + 54, f"Loss by step. Last: {spoken}.")
+    axes = panel(figure, (left, top), (right - left, bottom - top), *_limits(train + evaluated))
+    axes.set_axis_on()
+    dress(axes, "step", "loss (nats per token)", 13)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
+    axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
+    axes.yaxis.set_major_formatter("{x:,g}")
+
+    def place(point: Point) -> Point:
+        x, up = axes.transData.transform(point)
+        return x, bottom + 54 - up  # matplotlib counts pixels from below
+
+    for colour, series, style in ((RANK_COLOURS[0], train, "-"), (RANK_COLOURS[5], evaluated, (0, (2.5, 2)))):
+        points = _thin(series, 500)
+        line(axes, [x for x, _ in points], [y for _, y in points], colour, 2, linestyle=style, gid="curve|")
+    # More stripes than that are narrower than a pointer.
+    if shown := _thin(train, 120):
+        middles = [(here + there) / 2 for (here, _), (there, _) in pairwise(shown)]
+        edges = [axes.get_xlim()[0], *middles, axes.get_xlim()[1]]
+        spots(axes, edges, (f"step {step:,.0f}: loss {loss:.4f}" for step, loss in shown))
+        _draw_marker(page, place(train[-1]), RANK_COLOURS[0], f"step {train[-1][0]:,.0f}: loss {train[-1][1]:.4f}")
+    for step, loss in _thin(evaluated, 120):
+        title = f"step {step:,.0f}: evaluation loss {loss:.4f}"
+        _draw_marker(page, place((step, loss)), RANK_COLOURS[5], title, diamond=True)
+    # Both curves mostly end near each other, and so would their numbers.
+    heights = _apart([place(point)[1] for _, point in last], 17)
+    for (name, (_, loss)), y in zip(last, heights, strict=True):
+        text(page, right + 12, y + 4, f"{name} {loss:.3f}", strong=True)
+    return figure
+
+
+def _limits(points: Sequence[Point]) -> tuple[Point, Point]:
+    """Return the limits of the axes: left, right, bottom, top."""
+    low, high = _extent(y for _, y in points)
+    room = (high - low) / 16  # the last point of a good run is the lowest: keep its marker off the axis
+    return _extent(x for x, _ in points), (low - room, high + room)
+
+
+def _draw_marker(page: "Axes", at: Point, colour: str, title: str, *, diamond: bool = False) -> None:
+    """Draw a dot or a diamond that shows its value on hover."""
+    x, y = at
+    across = 6 if diamond else 4.5
+    turns = [0, 1, 2, 3] if diamond else [eighth / 4 for eighth in range(16)]
+    corners = [(x + across * cos(turn * pi / 2), y + across * sin(turn * pi / 2)) for turn in turns]
+    polygons(page, [corners], colour, edge=PAPER, kind="marker", title=title)
+
+
+def memory_picture(memory: Sequence[dict[str, Any]]) -> "Figure":
+    """Draw activation megabytes (1e6 bytes) per rank by ring size, the first ring 1, with 1/N of it marked."""
+    rows = [(row["ring"], row["activation_bytes"], row["tokens_per_rank"]) for row in memory]
+    alone = rows[0][1]
+    left, width, row_height, top = 64.0, 266.0, 54.0, 8.0
+    longest = max(measured for _, measured, _ in rows)
+    bottom = top + len(rows) * row_height
+    spoken = "; ".join(f"ring {ring}: {megabytes(measured)}" for ring, measured, _ in rows)
+    figure, page = canvas(480, bottom + 24, f"Activation memory per rank. {spoken}.")
+    for index, (ring, measured, tokens) in enumerate(rows):
+        y = top + index * row_height
+        beside = [f"{tokens:,} tokens per rank"]
+        text(page, 4, y + 17, f"ring {ring}")
+        rectangle(page, left, y, measured / longest * width, 26, RANK_COLOURS[0], kind="bar")
+        if ring > 1:
+            at = left + alone / ring / longest * width
+            line(page, (at, at), (y - 3, y + 29), INK, 2, gid="ideal|")
+            beside.append(f"ideal {megabytes(alone / ring)}")
+        text(page, left + width + 14, y + 6, megabytes(measured), strong=True)
+        for below, said in enumerate(beside, 1):
+            text(page, left + width + 14, y + 6 + 15 * below, said, SOFT, size=11)
+    line(page, (left + 1, left + 1), (bottom + 2, bottom + 16), INK, 2)
+    text(page, left + 10, bottom + 13, "ideal: ring 1 divided by the number of ranks", SOFT, size=11)
+    return figure
+
+
+def megabytes(num_bytes: float) -> str:
+    """Format bytes in megabytes of 1e6 bytes."""
+    return f"{num_bytes / 1e6:,.1f} MB"
+
+
+def _thin(points: list[Point], most: int) -> list[Point]:
+    """Pick at most about that many evenly spaced points, always with the last one."""
+    stride = max(1, ceil(len(points) / most))
+    return points[::-1][::stride][::-1]
+
+
+def _extent(values: Iterable[float]) -> tuple[float, float]:
+    """Return lowest and highest; with room on both sides of a single value."""
+    values = list(values)
+    low, high = min(values), max(values)
+    room = 0.0 if high > low else max(0.5, abs(low) / 100)
+    return low - room, high + room
+
+
+def _apart(heights: list[float], gap: float) -> list[float]:
+    """Move neighbouring heights at least ``gap`` apart; meant for two."""
+    order = sorted(range(len(heights)), key=lambda index: heights[index])
+    moved = list(heights)
+    for upper, lower in pairwise(order):
+        push = max(0.0, gap - (moved[lower] - moved[upper])) / 2
+        moved[upper], moved[lower] = moved[upper] - push, moved[lower] + push
+    return moved

@@ -1,8 +1,7 @@
-"""A profile as pictures: a self-contained HTML file with hovering and zooming, and PNG files."""
+"""A profile as pictures: a page with hovering and zooming, and PNG files."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from html import escape
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -10,7 +9,9 @@ from typing import TYPE_CHECKING, Any, Final
 from ringspan.core.messages.extras import require
 from ringspan.core.names import CATEGORIES
 from ringspan.measure.trace.profile import RankProfile
+from ringspan.report import page as html
 from ringspan.report.drawing import INK, PAPER, SOFT, dress, line, rectangle, spots, svg
+from ringspan.report.page import element
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,11 +32,7 @@ _MOMENTS: Final = 4000  # on a page, of all ranks together: 60 ranks then take l
 
 
 def write_report(profiles: list[RankProfile], folder: Path, title: str) -> list[Path]:
-    """Write ``report.html``, ``memory.png``, ``timeline.png`` and ``profile.json`` into a folder; return their paths.
-
-    Raises:
-        MissingExtraError: there is no matplotlib.
-    """
+    """Write ``report.html``, ``memory.png``, ``timeline.png`` and ``profile.json``; return their paths."""
     require("a profile's report", "matplotlib")
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / name for name in ("report.html", "memory.png", "timeline.png", "profile.json")]
@@ -46,22 +43,9 @@ def write_report(profiles: list[RankProfile], folder: Path, title: str) -> list[
     return paths
 
 
-_PAGE: Final = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="color-scheme" content="light dark"><title>{title}</title>
-<style>body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 1200px; margin: 24px auto; padding: 0 16px }}
-body {{ background: #fff; color: #1b1f24 }}
-@media (prefers-color-scheme: dark) {{ body {{ background: #0d1117; color: #e6edf3 }} }}
-table {{ border-collapse: collapse }} td, th {{ padding: 2px 14px 2px 0; text-align: right }}
-summary, input {{ cursor: pointer }} .scroll {{ overflow: auto; max-height: 90vh }}
-svg {{ display: block; width: calc(100% * var(--zoom, 1)) }}</style></head><body>
-<h1>{title}</h1>{table}
-<section id="memory"><h2>Memory over one step</h2><p>Bytes of every living tensor by what it is for, after each
-operator. The tracker slows this step down: read shares of the time, not seconds. Point at a moment for its bytes.</p>
-{zoom}{memory}</section>
-<section id="timeline"><h2>One step, hop by hop</h2><p>Upper lane of each rank: computing with a block, and in red the
-time for which it waited. Lower lane: keys and values, or their gradients, from posting to the end of the wait for them.
-Each rank counts from its own beginning of the step; dotted lines are those of rank {first}. Point at a bar for what it
-is.</p>{zoom}<div class="scroll">{timeline}</div></section></body></html>
+_STYLE: Final = """
+main { max-width: 1200px } .scroll { overflow: auto; max-height: 90vh } input { cursor: pointer }
+svg { max-width: none; width: calc(100% * var(--zoom, 1)) }
 """
 # The one script of the page: a picture is drawn to any size, and the browser scrolls it.
 _ZOOM: Final = (
@@ -78,24 +62,34 @@ def page(profiles: list[RankProfile], title: str) -> str:
         f'<div class="scroll">{svg(memory_figure([profile], most))}</div></details>'
         for number, profile in enumerate(profiles)
     )
-    return _PAGE.format(
-        title=escape(title),
-        table=_table(profiles),
-        first=profiles[0].rank,
-        zoom=_ZOOM,
-        memory="".join(ranks),
-        timeline=svg(timeline_figure(profiles)),
+    about_memory = (
+        "Bytes of every living tensor by what it is for, after each operator. The tracker slows this step down: read "
+        "shares of the time, not seconds. Point at a moment for its bytes."
     )
-
-
-def _table(profiles: list[RankProfile]) -> str:
-    rows = "".join(
-        f"<tr><td>{p.rank}</td><td>{escape(p.device)}</td><td>{p.peak_bytes / 1e6:,.1f}</td>"
-        f"<td>{1e3 * p.step_seconds:,.1f}</td><td>{1e3 * p.exposed_seconds:,.1f}</td></tr>"
+    about_time = (
+        "Upper lane of each rank: computing with a block, and in red the time for which it waited. Lower lane: keys "
+        "and values, or their gradients, from posting to the end of the wait for them. Each rank counts from its own "
+        f"beginning of the step; dotted lines are those of rank {profiles[0].rank}. Point at a bar for what it is."
+    )
+    timeline = element("div", svg(timeline_figure(profiles)), class_="scroll")
+    rows = [
+        (
+            p.rank,
+            p.device,
+            f"{p.peak_bytes / 1e6:,.1f}",
+            f"{1e3 * p.step_seconds:,.1f}",
+            f"{1e3 * p.exposed_seconds:,.1f}",
+        )
         for p in profiles
+    ]
+    return html.page(
+        title,
+        html.table(rows, ("rank", "device", "peak MB", "step ms", "waited ms"), class_="numbers"),
+        html.section("Memory over one step", element("p", about_memory), _ZOOM, *ranks, name="memory"),
+        html.section("One step, hop by hop", element("p", about_time), _ZOOM, timeline, name="timeline"),
+        style=_STYLE,
+        has_script=True,
     )
-    heads = "<tr><th>rank</th><th>device</th><th>peak MB</th><th>step ms</th><th>waited ms</th></tr>"
-    return f"<table>{heads}{rows}</table>"
 
 
 def memory_figure(profiles: Sequence[RankProfile], most: int = _MOMENTS) -> "Figure":

@@ -44,9 +44,6 @@ def ring_picture(layout: Layout, mask: Mask, name: str | None = None) -> "Figure
 
     ``name`` is the title, made of layout and mask when None. Strips along the edges show the ranks that hold queries
     and keys; the bars below, each rank's work.
-
-    Raises:
-        LayoutError: more ranks than colours, or a striped layout whose single cells would be too small to see.
     """
     _check_drawable(layout)
     left, top, side = 84.0, 82.0, 350.0
@@ -76,11 +73,7 @@ def ring_picture(layout: Layout, mask: Mask, name: str | None = None) -> "Figure
 
 
 def travel_picture(layout: Layout, mask: Mask) -> "Figure":
-    """Draw the block at each rank and hop: a ranks x hops table, filled while keys still travel.
-
-    Raises:
-        LayoutError: more ranks than colours.
-    """
+    """Draw the block at each rank and hop: a ranks x hops table, filled while keys still travel."""
     _check_drawable(layout, cells=False)
     left, top, width, height = 58.0, 48.0, max(62.0, min(170.0, 380.0 / layout.ranks)), 48.0
     plans = [make_schedule(layout, mask, rank) for rank in range(layout.ranks)]

@@ -4,22 +4,24 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
-from ringspan.core.errors import ConfigError
-from ringspan.core.messages.lines import one_line
-from ringspan.torch.model.adapters import asking_as_before
+from ringspan.core.errors import CheckpointError, ConfigError
+from ringspan.core.messages.lines import refused
+from ringspan.torch.model.adapters import adapter_weights, asking_as_before, base_of
+from ringspan.torch.weights.deferred import Deferred, Region, deferred, part, shape_of
+from ringspan.torch.weights.loading import auto_class
+from ringspan.torch.weights.saving import plan_files, saved_names, shards_of
+from ringspan.torch.weights.writing import MAX_SHARD_SIZE, WeightsPlan
 from ringspan.train.config.tables import TrainConfig
 
 BASE_PREFIX: Final = "base_model.model."  # of the names of a model's weights inside of PEFT's
+_INNER: Final = ".base_layer."  # between a layer's name and its weight's, inside of PEFT's layers
 
 
 def add_adapter(model: PreTrainedModel, config: TrainConfig) -> Any:
-    """Add the run's adapter, trained alone and in float32; return the model unchanged if the run has none.
-
-    Raises:
-        ConfigError: target_modules that are absent, unsupported by PEFT, or share weights that could not be merged.
-    """
+    """Add the run's adapter, trained alone and in float32; return the model unchanged if the run has none."""
     settings = config.adapter
     if settings.rank is None:
         return model
@@ -36,11 +38,9 @@ def add_adapter(model: PreTrainedModel, config: TrainConfig) -> Any:
         lora_dropout=0.0,
     )
     torch.manual_seed(config.seed)
-    try:
-        with asking_as_before():
-            peft: Any = get_peft_model(model, lora)
-    except (ValueError, TypeError, NotImplementedError) as error:
-        raise ConfigError(f"adapter.target_modules = {targets}: {one_line(error)}") from error
+    where = f"adapter.target_modules = {targets}"
+    with refused(where, ValueError, TypeError, NotImplementedError), asking_as_before():
+        peft: Any = get_peft_model(model, lora)
     if settings.merge:
         _refuse_tied(peft)
     path = config.model.path
@@ -69,3 +69,69 @@ def write_adapter(model: Any, weights: dict[str, Any], folder: Path) -> None:
     from peft import PeftModel
 
     PeftModel.save_pretrained(model, str(folder), state_dict=weights)
+
+
+def plan_merged(model: Any, config: PreTrainedConfig, dtype: torch.dtype, *, is_writer: bool) -> WeightsPlan:
+    """Plan the files of a merged model, on all ranks; the writer gets the adapter, then each whole tensor in turn."""
+    from peft import get_peft_model
+
+    matrices = adapter_weights(model, {})
+    with torch.device("meta"), asking_as_before():
+        auto = auto_class(config, sees=True)
+        plain: Any = auto.from_config(config)
+        alone: Any = None  # PEFT changes the model that it is given
+        if is_writer:
+            alone = get_peft_model(auto.from_config(config), model.peft_config["default"])
+    names = saved_names(plain)
+    tensors: dict[str, Deferred] = {}
+    base: Any = base_of(model)
+    for name, tensor in shards_of(base, base.ring_mesh).items():
+        plain_name = name.replace(_INNER, ".")
+        if plain_name not in names:
+            continue  # the adapter's own
+        if _INNER in name and name.endswith(".weight"):
+            path = name.removesuffix(f"{_INNER}weight")
+            layer = _layer(alone, path, matrices) if is_writer else None
+            tensor = deferred(_Merged(plain_name, tensor, layer, len(tensors)))
+        tensors[plain_name] = tensor
+    if missing := sorted(names.keys() - tensors.keys()):
+        raise CheckpointError(f"the model has no {missing[0]} to be merged")
+    return plan_files(plain, tensors, max_shard_size=MAX_SHARD_SIZE, dtype=dtype)
+
+
+def _layer(alone: Any, path: str, matrices: dict[str, Any]) -> nn.Module:
+    """Return PEFT's layer at a path, with the adapter's matrices and no weight yet."""
+    prefix = f"{BASE_PREFIX}{path}."
+    layer = alone.get_submodule(prefix.removesuffix("."))
+    own = {name.removeprefix(prefix): x for name, x in matrices.items() if name.startswith(prefix)}
+    layer.load_state_dict(own, strict=False, assign=True)
+    return layer
+
+
+class _Merged:
+    """A weight to which PEFT's layer adds its matrices; read front to back, and held whole meanwhile."""
+
+    def __init__(self, name: str, weight: Deferred, layer: nn.Module | None, place: int) -> None:
+        self.name, self.shape, self.dtype, self.place = name, tuple(weight.shape), weight.dtype, (place, 0)
+        self._weight, self._layer = weight, layer
+        self._whole: Tensor | None = None
+
+    def read(self, region: Region) -> Tensor:
+        """Read a part on the writing rank, only its shape on others; all ranks read the same parts."""
+        if self._whole is None:
+            self._whole = self._merge(part(self._weight, tuple(slice(0, size) for size in self.shape)))
+        result = self._whole[region]
+        if all(each.stop == size for each, size in zip(region, self.shape, strict=True)):
+            self._whole = None  # the last part
+        return result if self._layer is not None else torch.empty(shape_of(region), dtype=self.dtype, device="meta")
+
+    def _merge(self, weight: Tensor) -> Tensor:
+        if self._layer is None:
+            return weight
+        layer: Any = self._layer
+        layer.base_layer.weight = nn.Parameter(weight, requires_grad=False)
+        layer.merge(safe_merge=True)
+        merged = layer.base_layer.weight.detach()
+        layer.base_layer.weight = nn.Parameter(merged.to("meta"), requires_grad=False)
+        layer.merged_adapters.clear()
+        return merged

@@ -15,9 +15,9 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from ringspan.core.errors import PeerMismatch, RingspanError
+from ringspan.torch.layers.modules import local_part
 from ringspan.torch.transport.collectives import gather
 from ringspan.train.config.tables import GuardConfig
 from ringspan.train.signals import StopRequest
@@ -56,12 +56,7 @@ class Guard:
     def judge(
         self, step: int, loss: float, norm: float, parameters: Iterable[tuple[str, Tensor]], peak_bytes: int
     ) -> Verdict:
-        """Return the verdict of all ranks on a step whose gradients are computed but not applied.
-
-        Raises:
-            Diverged: not finite, and the configuration stops there, or too many consecutive steps were skipped.
-            PeerMismatch: the ranks are not at the same step.
-        """
+        """Return the verdict of all ranks on a step whose gradients are computed but not applied."""
         finite = math.isfinite(loss) and math.isfinite(norm)
         spike = self._spikes.describe(loss, norm) if finite and self._config.spike != "off" else None
         # One reduction for all that ranks have to agree on. The maximum of a number and of its negative say whether all
@@ -162,7 +157,7 @@ def _where(parameters: Iterable[tuple[str, Tensor]]) -> str:
     weights, gradients = [], []
     for name, parameter in parameters:
         for found, tensor in ((weights, parameter), (gradients, parameter.grad)):
-            if tensor is not None and not bool(torch.isfinite(_local(tensor)).all()):
+            if tensor is not None and not bool(torch.isfinite(local_part(tensor.detach())).all()):
                 found.append(name)
     everyone = gather((weights, gradients))
     for index, what in enumerate(("weights", "gradient")):
@@ -178,7 +173,3 @@ def _where(parameters: Iterable[tuple[str, Tensor]]) -> str:
 def _listed(ranks: Iterable[int], limit: int = 8) -> str:
     shown = list(ranks)
     return ", ".join(map(str, shown[:limit])) + (", ..." if len(shown) > limit else "")
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()

@@ -18,8 +18,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 
+from ringspan.checkpoints.state import begin_random_numbers
 from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.names import BatchLayoutName, CheckpointName
+from ringspan.core.sharing import even_out, worth_of_sharing
+from ringspan.measure.machine import measure_flops, peak_bytes
 from ringspan.torch.data.batch import IGNORED, shard_batch
 from ringspan.torch.generate.cache.identity import digest_of
 from ringspan.torch.layers.decoder import decoder_of, text_config
@@ -31,10 +34,10 @@ from ringspan.torch.runtime.mesh import init_mesh
 from ringspan.train.adapter import add_adapter
 from ringspan.train.config.tables import OptimizerConfig, TrainConfig
 from ringspan.train.data.documents import scan_documents
-from ringspan.train.data.order import BatchOrder, even_out, worth_of_sharing
+from ringspan.train.data.order import BatchOrder
 from ringspan.train.data.sequences import Data, Sequences, build_data, build_seen
 from ringspan.train.guard import Guard, Verdict
-from ringspan.train.metrics import StepMetrics, measure_flops, peak_bytes
+from ringspan.train.metrics import StepMetrics
 from ringspan.train.model import (
     Tokenizer,
     build_model,
@@ -45,7 +48,6 @@ from ringspan.train.model import (
     num_matmul_parameters,
 )
 from ringspan.train.optimizer import build_optimizer, set_learning_rate
-from ringspan.train.run_folder.resume import begin_random_numbers
 
 
 @dataclass(kw_only=True)
@@ -66,8 +68,7 @@ class Job:
     def step(self, step: int, guard: Guard) -> tuple[StepMetrics, Verdict]:
         """Run one optimizer step over the whole batch (steps count from 1), applied only if the guard agrees.
 
-        Raises:
-            Diverged: the loss or the gradient is not finite, on all ranks; the weights are unchanged.
+        Errors are raised on all ranks.
         """
         started = time.perf_counter()
         settings = self.config.optimizer

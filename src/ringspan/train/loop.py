@@ -11,13 +11,14 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 
+from ringspan.checkpoints.checkpoint import Checkpoints
+from ringspan.checkpoints.manifest import Manifest
+from ringspan.checkpoints.state import random_state, restore, run_state
 from ringspan.core.errors import CheckpointError, ConfigError
 from ringspan.core.files.disk import write_synced
 from ringspan.torch.consistency.watchdog import Watchdog
 from ringspan.torch.model.adapters import is_peft
 from ringspan.torch.weights.writing import HEADROOM_BYTES
-from ringspan.train.checkpoints.checkpoint import Checkpoints
-from ringspan.train.checkpoints.manifest import Manifest
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data.origin import tokenizer_of
 from ringspan.train.data.sequences import Sequences
@@ -25,10 +26,8 @@ from ringspan.train.guard import Guard
 from ringspan.train.job import Job, evaluate, prepare
 from ringspan.train.metrics import MetricsWriter, StepMetrics
 from ringspan.train.run_folder.export import model_bytes, save_model
-from ringspan.train.run_folder.lock import RunLock
-from ringspan.train.run_folder.record import EXPORTED, RunRecord, finished
-from ringspan.train.run_folder.result import TrainResult
-from ringspan.train.run_folder.resume import begin_run, open_run, random_state, restore, run_state
+from ringspan.train.run_folder.record import EXPORTED, RunLock, RunRecord, TrainResult, finished
+from ringspan.train.run_folder.resume import begin_run, open_run
 from ringspan.train.signals import StopRequest
 
 if TYPE_CHECKING:
@@ -60,7 +59,6 @@ def train(config: TrainConfig, observer: Observer | None = None, *, then_exit: b
         Diverged: a loss or gradient that is not finite; no rank has applied it.
         CheckpointError: no checkpoint of the run is valid, or the last one could not be written.
     """
-    config.require_extras()
     observer = observer or Observer()
     run = Path(config.run)
     with RunLock(run) as lock:

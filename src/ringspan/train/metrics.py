@@ -2,22 +2,12 @@
 
 import json
 import math
-import resource
-import sys
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import Any, Final
-
-import torch
+from typing import Any
 
 from ringspan.core.messages.extras import installed, remedy
-from ringspan.torch.transport.clock import synchronize
-
-_MOST_PRODUCTS: Final = 6
-_ENOUGH_SECONDS: Final = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,25 +90,3 @@ def _lines_until(path: Path, last_step: int) -> Iterator[bytes]:
         except (ValueError, KeyError, TypeError):
             return
         yield line
-
-
-def peak_bytes(device: torch.device) -> int:
-    """Return the peak memory of this process: allocated on its CUDA device, or resident on the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-@lru_cache(maxsize=8)
-def measure_flops(device: torch.device, dtype: torch.dtype, *, size: int | None = None) -> float:
-    """Measure the FLOP/s of a square matrix product on this rank, the best of a few; once per process."""
-    size = size or (4096 if device.type == "cuda" else 1024)
-    a = torch.randn(size, size, device=device, dtype=dtype)
-    times: list[float] = []
-    while len(times) < _MOST_PRODUCTS and sum(times) < _ENOUGH_SECONDS:
-        started = time.perf_counter()
-        torch.mm(a, a)
-        synchronize(device)
-        times.append(time.perf_counter() - started)
-    return 2.0 * size**3 / min(times)

@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from ringspan.core.costs import training_flops
 from ringspan.core.errors import ConfigError
-from ringspan.core.messages.lines import one_line
+from ringspan.core.messages.lines import refused
 from ringspan.plan.model.hub import from_hub
 from ringspan.torch.layers.decoder import decoder_of, head_counts, head_sizes, text_config, without_attention
 from ringspan.torch.model.support import refuse_config, refuse_quantised
@@ -28,6 +28,7 @@ from ringspan.torch.tensor_parallel.split import refuse_heads
 from ringspan.torch.weights.files import WeightFiles, folder_of
 from ringspan.torch.weights.loaded import first_of
 from ringspan.torch.weights.loading import auto_class, unread_model
+from ringspan.train.config.model_table import ModelConfig
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data.documents import load_documents
 from ringspan.train.data.seen import VIDEO_REMEDY
@@ -43,30 +44,10 @@ Tokenizer = PreTrainedTokenizerBase | ProcessorMixin
 
 
 def load_model_config(config: TrainConfig) -> PreTrainedConfig:
-    """Load the Hugging Face config of the run's model; refuse one that cannot be exact before reading anything else.
-
-    Raises:
-        ConfigError: no config is found, or its values do not make a model.
-        UnsupportedError: the config asks for something the ring does not compute exactly.
-    """
+    """Load the Hugging Face config of the run's model; refuse one that cannot be exact before reading anything else."""
     settings = config.model
-    try:
-        if settings.init == "scratch":
-            values = settings.config_values()
-            model_config = AutoConfig.for_model(**values)
-        else:
-            assert settings.path is not None, "checked by ModelConfig"
-            with from_hub(f"model.path = {settings.path!r}", settings.path):
-                model_config = AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
-    except ConfigError:
-        raise
-    except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
-        if settings.path is not None and "trust_remote_code" in str(error):
-            raise ConfigError(
-                f"model.path = {settings.path!r}: comes with Python files, which are not run; read them, then "
-                "set model.trust_remote_code = true"
-            ) from error
-        raise ConfigError(f"model: {one_line(error)}") from error
+    with refused("model", OSError, ValueError, KeyError, TypeError, StrictDataclassError):
+        model_config = _model_config(settings)
     own_code = getattr(model_config, "auto_map", None) or {}
     makes_it = type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own_code
     if config.data.messages is not None:
@@ -94,6 +75,22 @@ def load_model_config(config: TrainConfig) -> PreTrainedConfig:
     return model_config
 
 
+def _model_config(settings: ModelConfig) -> PreTrainedConfig:
+    if settings.init == "scratch":
+        return AutoConfig.for_model(**settings.config_values())
+    assert settings.path is not None, "checked by ModelConfig"
+    try:
+        with from_hub(f"model.path = {settings.path!r}", settings.path):
+            return AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)
+    except ValueError as error:
+        if "trust_remote_code" not in str(error):
+            raise
+        raise ConfigError(
+            f"model.path = {settings.path!r}: comes with Python files, which are not run; read them, then set "
+            "model.trust_remote_code = true"
+        ) from error
+
+
 _ROPE_TYPES: Final = ("linear", "dynamic", "yarn", "llama3", "longrope")
 
 
@@ -102,10 +99,6 @@ def scale_rope(model_config: PreTrainedConfig, rope: dict[str, Any]) -> None:
 
     ``factor`` times the trained length (``original_max_position_embeddings`` if the config has it) becomes
     ``max_position_embeddings``, except for ``dynamic``, which derives it.
-
-    Raises:
-        ConfigError: an unknown type, a factor below 1, a required value without a default, or a model without the same
-            rotary positions in all its layers.
     """
     kind, factor = rope.get("type"), rope.get("factor")
     if kind not in _ROPE_TYPES:
@@ -127,10 +120,8 @@ def scale_rope(model_config: PreTrainedConfig, rope: dict[str, Any]) -> None:
         values |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}  # those of Llama 3.1
     model_config.rope_parameters = values | {name: value for name, value in rope.items() if name != "type"}
     model_config.max_position_embeddings = trained if kind == "dynamic" else math.ceil(trained * factor)
-    try:
+    with refused("model.rope", KeyError, TypeError, ValueError):
         model_config.validate_rope()
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"model.rope: {one_line(error)}") from error
 
 
 def load_tokenizer(
@@ -143,23 +134,16 @@ def load_tokenizer(
 
     It may name tokens beyond the model's vocabulary (Gemma 3's has one for images, which its text models lack) if the
     text has none of them, see ``build_data``.
-
-    Raises:
-        ConfigError: no tokenizer is found, or it makes tokens of text that the model lacks.
     """
     source = str(kept) if kept else config.model.tokenizer_source
     vocabulary = text_config(model_config).vocab_size
     if source == "train":
         tokenizer: PreTrainedTokenizerBase = train_tokenizer(documents or load_documents(config.data), vocabulary)
     else:
-        try:
-            assert source is not None, "checked by ModelConfig"
-            with from_hub(f"model.tokenizer = {source!r}", source):
-                tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.model.trust_remote_code)
-        except ConfigError:
-            raise
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"model.tokenizer = {source!r}: {one_line(error)}") from error
+        assert source is not None, "checked by ModelConfig"
+        where = f"model.tokenizer = {source!r}"
+        with refused(where, OSError, ValueError, KeyError), from_hub(where, source):
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.model.trust_remote_code)
     _refuse_foreign(tokenizer, vocabulary)
     return tokenizer
 
@@ -173,28 +157,19 @@ def _refuse_foreign(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None
 
 
 def load_processor(config: TrainConfig, model_config: PreTrainedConfig, kept: Path | None = None) -> Any:
-    """Load the processor of a run's conversations: the ``kept`` one, else the model's. A text model needs a tokenizer.
-
-    Raises:
-        ConfigError: none is found, it has no chat template, or is another model's.
-    """
+    """Load the processor of a run's conversations: the ``kept`` one, else the model's; a tokenizer for text."""
     source = str(kept) if kept else config.model.tokenizer_source
     if source is None or source == "train":
         raise ConfigError(
             f"model.tokenizer = {source!r}: data.messages needs the processor of a model; give its folder"
         )
-    try:
-        with from_hub(f"model.tokenizer = {source!r}", source):
-            processor: Any = AutoProcessor.from_pretrained(source, trust_remote_code=config.model.trust_remote_code)
-    except ConfigError:
-        raise
-    except ImportError as error:
-        raise ConfigError(
-            f"model.tokenizer = {source!r}: its processor needs a package that is missing: {one_line(error)}; "
-            f"{VIDEO_REMEDY}"
-        ) from error
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"model.tokenizer = {source!r}: has no processor: {one_line(error)}") from error
+    where = f"model.tokenizer = {source!r}"
+    with (
+        refused(f"{where}: has no processor", OSError, ValueError, KeyError, TypeError),
+        refused(f"{where}: its processor needs a package that is missing", ImportError, remedy=f"; {VIDEO_REMEDY}"),
+        from_hub(where, source),
+    ):
+        processor: Any = AutoProcessor.from_pretrained(source, trust_remote_code=config.model.trust_remote_code)
     tokenizer = getattr(processor, "tokenizer", processor)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ConfigError(f"model.tokenizer = {source!r}: {type(processor).__name__} makes no tokens of text")
@@ -209,10 +184,6 @@ def build_model(config: TrainConfig, model_config: PreTrainedConfig) -> PreTrain
 
     A new one is made on the CPU, the same on every rank; one from a folder has no weights until ``put_on_mesh`` reads
     this rank's part.
-
-    Raises:
-        ConfigError: no weights in safetensors (a pickle would run code), or weights that are damaged, missing or of
-            another shape than the model's.
     """
     dtype = getattr(torch, config.model.parameter_dtype)
     if config.model.init == "scratch":
@@ -220,13 +191,8 @@ def build_model(config: TrainConfig, model_config: PreTrainedConfig) -> PreTrain
         return _auto_class(config, model_config).from_config(model_config, dtype=dtype)
     assert config.model.path is not None, "checked by ModelConfig"
     where = f"model.path = {config.model.path!r}"
-    try:
-        with from_hub(where, config.model.path):
-            folder = folder_of(config.model.path)
-    except ConfigError:
-        raise
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{where}: {one_line(error)}") from error
+    with refused(where, OSError, ValueError), from_hub(where, config.model.path):
+        folder = folder_of(config.model.path)
     model, extra = unread_model(
         where,
         folder,

@@ -14,11 +14,7 @@ from ringspan.train.config.tables import OptimizerConfig
 
 
 def build_optimizer(model: PreTrainedModel, settings: OptimizerConfig) -> torch.optim.Optimizer:
-    """Build the optimizer of a run.
-
-    Raises:
-        ConfigError: a kind of state whose package is not installed, or that this device does not support.
-    """
+    """Build the optimizer of a run."""
     groups, options = _decayed(model, settings), {"betas": settings.betas, "eps": settings.eps}
     if settings.state == "8bit":
         return _low_bit(groups, options, settings)

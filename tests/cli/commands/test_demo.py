@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from ringspan.cli.main import main
-from ringspan.measure.bench.demo import told
 from ringspan.torch.memory.checkpointing import checkpoint_layers
 from ringspan.torch.model.view import view_of
+from ringspan.train.demo import told
 from tests.torch.models import build
 
 
@@ -20,8 +20,8 @@ def test_one_process_says_how_far_a_step_is():
     said: list[str] = []
     model: Any = build("llama")
     checkpoint_layers(view_of(model), "full")
-    inner = next(iter(model.model.layers[1].children()))
-    inner.register_forward_hook(lambda *_: time.sleep(0.1))
+    for layer in model.model.layers:
+        next(iter(layer.children())).register_forward_hook(lambda *_: time.sleep(0.03))
     ids = torch.arange(8)[None]
     with told(model, said.append, every_seconds=0.02):
         model(input_ids=ids, labels=ids).loss.backward()

@@ -18,8 +18,8 @@ import ringspan as rs
 from ringspan.cli.commands.evaluate import harness_rank
 from ringspan.core.errors import UnsupportedError
 from ringspan.evaluate import RingLM
-from ringspan.evaluate.harness.answers import Answers
-from ringspan.evaluate.harness.settings import HarnessSettings
+from ringspan.evaluate.records import Answers
+from ringspan.evaluate.settings import HarnessSettings
 from ringspan.torch.runtime.launch import launch
 from tests.evaluate.harness.data import TASKS, write
 from tests.evaluate.harness.test_harness import DYNAMIC, own_model, parts

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer
 
 from ringspan.cli.commands.evaluate import harness_rank
 from ringspan.core.errors import ConfigError
-from ringspan.evaluate.harness.settings import HarnessSettings
+from ringspan.evaluate.settings import HarnessSettings
 from ringspan.torch.consistency.watchdog import Watchdog
 from ringspan.torch.runtime.launch import launch
 from tests.evaluate.harness.data import write

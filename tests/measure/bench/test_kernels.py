@@ -7,20 +7,19 @@ from pathlib import Path
 import pytest
 import torch
 
+from benchmarks.tables.kernels import serves
 from ringspan.core.geometry.tile import Tile
-from ringspan.measure.bench.kernels import CASES, fill, kernel_report, serving
+from ringspan.measure.bench.kernels import CASES, kernel_report, serving
 from ringspan.torch import kernels
 from ringspan.torch.kernels.device import DeviceRules, ruled_by, rules_of
 from ringspan.torch.kernels.score_mod import Scores
 
-PAGE = (Path(__file__).parents[3] / "docs" / "masks.md").read_text(encoding="utf-8")
+PAGE = Path(__file__).parents[3] / "docs" / "masks.md"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def test_the_table_of_the_page_is_what_the_kernels_say():
-    assert all(f"| {title} |" in PAGE for title in CASES)
-    assert fill(PAGE) == PAGE
-    assert fill(PAGE.replace("| causal | eager |", "| causal | cpu |")) == PAGE
+    assert serves() in PAGE.read_text(encoding="utf-8")
 
 
 def test_shares_are_of_all_pairs():

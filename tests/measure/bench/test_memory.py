@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import ringspan as rs
 from ringspan.core.costs import saved_bytes
 from ringspan.core.schedule.choice import num_inputs
-from ringspan.measure.bench.memory import held_activations
+from ringspan.measure.trace.tracker import held_activations
 from ringspan.torch.memory import offload
 from ringspan.torch.memory.checkpointing import choose_checkpoint, layer_sizes
 from tests.torch.models import build, config, tokens

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 import ringspan as rs
 from ringspan.core.costs import loss_bytes
-from ringspan.measure.trace.peak import allocated_bytes
+from ringspan.measure.machine import allocated_bytes
 from ringspan.torch.data import cross_entropy as loss_module
 from tests.cases import long, pairwise
 from tests.torch.models import relative

@@ -287,28 +287,11 @@ def test_a_refused_file_says_why(tmp_path: Path, text: str, message: str):
 
 
 @pytest.mark.parametrize(
-    ("text", "remedy"),
-    [
-        ("steps =", "a value is missing there, or a bracket is still open"),
-        ("paths = ['a',", "a value is missing there, or a bracket is still open"),
-        ("run = here", "strings need quotes, and true and false are lower-case"),
-        ("run = 'a'\nrun = 'b'", "the key is there twice: remove one"),
-        ("[model]\n[model]", "the table is there twice: join the two"),
-        ("steps = 1,000", "numbers without commas"),
-        ("steps: 3", "write key = value"),
-        ('{"steps": 3}', "a line is a [table], a key = value or a # comment"),
-        ('run = "C:\\users"', "in single quotes"),
-        ("paths = ['a' 'b']", "close the bracket, and put commas between its values"),
-        ("run = 'a", "close the quotes"),
-        ('run = "a', "close the quotes"),
-        ("[model", "close the [table] with a ]"),
-        ("steps = " + 5000 * "9", "correct that line"),
-        ("x = " + 5000 * "[", "correct that line"),
-    ],
+    "text", ["steps =", "[model]\n[model]", "steps = 1,000", "steps = " + 5000 * "9", "x = " + 5000 * "["]
 )
-def test_what_is_no_toml_comes_with_what_to_write(tmp_path: Path, text: str, remedy: str):
+def test_what_is_no_toml_comes_with_what_to_write(tmp_path: Path, text: str):
     message = refusal(tmp_path, text=text)
-    assert "run.toml: is not valid TOML: " in message and message.endswith(remedy)
+    assert "run.toml: is not valid TOML: " in message and "; a line is a [table], one key = value" in message
 
 
 def test_only_small_files_are_read(tmp_path: Path):

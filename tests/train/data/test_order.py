@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ringspan.core.errors import ConfigError
-from ringspan.train.data.order import BatchOrder, busiest_over_mean, even_out
+from ringspan.core.sharing import busiest_over_mean, even_out
+from ringspan.train.data.order import BatchOrder
 
 
 def order(

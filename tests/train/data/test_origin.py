@@ -13,7 +13,7 @@ from ringspan.torch.weights import writing
 from ringspan.train.config.data_table import DataConfig
 from ringspan.train.data.origin import compare
 from ringspan.train.loop import Observer, train
-from ringspan.train.run_folder.lock import RunLock
+from ringspan.train.run_folder.record import RunLock
 from tests.cases import long
 from tests.cli.test_bad_input import refusal, workplace  # noqa: F401  workplace is a fixture
 from tests.train.run_folder.test_resume import curve
@@ -64,7 +64,7 @@ def train_and_listen(mesh, config, free_bytes=None, of=(writing,)):
 
 
 def train_on_a_full_disk(mesh, config):
-    from ringspan.train.checkpoints import checkpoint
+    from ringspan.checkpoints import checkpoint
 
     return train_and_listen(mesh, config, 1000, of=(writing, checkpoint))
 

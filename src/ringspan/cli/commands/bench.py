@@ -1,19 +1,13 @@
 """``ringspan bench``: speed and memory, as ratios from one interleaved run."""
 
 import json
-import sys
-from typing import Annotated
+from collections.abc import Callable
+from typing import Annotated, Any
 
 import typer
 
-from ringspan.cli.checks import (
-    DTYPE_BYTES,
-    MOST_RANKS,
-    check_dtype,
-    check_heads,
-    check_memory,
-    ring_sizes,
-)
+from ringspan.cli.checks import DTYPE_BYTES, MOST_RANKS, check_dtype, check_heads, check_memory, ring_sizes
+from ringspan.cli.console import console, say, table
 from ringspan.core.messages.units import shown_bytes, shown_seconds, shown_speed
 
 app = typer.Typer(
@@ -65,28 +59,16 @@ def attention(
     # Queries, their gradients, the result and what comes in for it: each process that is timed holds all of them.
     check_memory(f"--length {length}", 4 * batch * length * heads * head_dim * DTYPE_BYTES[dtype])
     case = AttentionCase(
-        ranks=ranks,
-        length=length,
-        batch=batch,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-        mask=mask,
-        layout=layout_name(layout),
-        route=route,
-        repeats=repeats,
-    )
-    _say("attention of a ring and of one process", quiet=as_json)
-    result = run(case)
+        ranks=ranks, length=length, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype,
+        mask=mask, layout=layout_name(layout), route=route, repeats=repeats,
+    )  # fmt: skip
+    result = _measured(run, case, "attention of a ring and of one process", as_json)
     if as_json:
-        print(json.dumps(result))
         return
     rows = [
         [
             kind.replace("_", "+"),
-            shown_seconds(result["ring_seconds"][kind]),
-            shown_seconds(result["baseline_seconds"][kind]),
+            *(shown_seconds(result[f"{who}_seconds"][kind]) for who in ("ring", "baseline")),
             f"{result['ratio_' + kind]:.3f}",
             shown_speed(1e9 * result["gflops"][kind]),
         ]
@@ -131,33 +113,20 @@ def ring(
     sizes = ring_sizes("--error-ranks", error_ranks, "1,8,64") if error_ranks else ()
     check_memory(f"--tokens {tokens}", 4 * tokens * heads * head_dim * DTYPE_BYTES[dtype])
     case = RingCase(
-        virtual_ranks=virtual_ranks,
-        rank=rank,
-        tokens=tokens,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        dtype=dtype,
-        mask=mask,
-        layout=layout_name(layout),
-        kernel=kernel_name(kernel),
-        repeats=repeats,
-        error_ranks=sizes,
-        error_tokens=error_tokens,
-    )
-    _say("one rank's hops", quiet=as_json)
-    result = run(case)
+        virtual_ranks=virtual_ranks, rank=rank, tokens=tokens, heads=heads, kv_heads=kv_heads, head_dim=head_dim,
+        dtype=dtype, mask=mask, layout=layout_name(layout), kernel=kernel_name(kernel), repeats=repeats,
+        error_ranks=sizes, error_tokens=error_tokens,
+    )  # fmt: skip
+    result = _measured(run, case, "one rank's hops", as_json)
     if as_json:
-        print(json.dumps(result))
         return
     rows = [
         [
             kind,
             shown_seconds(result["seconds"]["ring"][kind]),
             shown_speed(result["flops_per_second"]["ring"][kind]),
-            f"{result['fastest_kernel'][kind]}",
-            f"{result['efficiency'][kind]:.3f}",
-            f"{result['transfer_share'][kind]:.3f}",
+            result["fastest_kernel"][kind],
+            *(f"{result[name][kind]:.3f}" for name in ("efficiency", "transfer_share")),
         ]
         for kind in ("forward", "backward")
     ]
@@ -188,30 +157,26 @@ def step(
     check_dtype(dtype)
     check_memory(f"--length {length}", _LEAST_TOKEN_BYTES * length)
     case = StepCase(
-        ranks=ranks,
-        length=length,
-        dtype=dtype,
-        layout=layout_name(layout),
-        checkpoint=checkpoint_name(checkpoint),
+        ranks=ranks, length=length, dtype=dtype, layout=layout_name(layout), checkpoint=checkpoint_name(checkpoint),
         repeats=repeats,
-    )
-    _say("steps of a ring and of one process", quiet=as_json)
-    result = run(case)
+    )  # fmt: skip
+    result = _measured(run, case, "steps of a ring and of one process", as_json)
     if as_json:
-        print(json.dumps(result))
         return
     speeds = [f"{result[f'{who}_tokens_per_second']:,.0f}" for who in ("ring", "baseline")]
     rows = [[*speeds, f"{result['ratio_tokens_per_second']:.3f}", shown_bytes(result["peak_bytes"])]]
     _table(f"one step of {length:,} tokens, {dtype}", ["ring tokens/s", "one process", "ratio", "peak"], rows)
 
 
-def _say(what: str, *, quiet: bool) -> None:
-    """Print the current measurement to standard error; a moving picture would disturb it."""
-    if not quiet:
-        print(f"measuring {what}", file=sys.stderr, flush=True)
+def _measured(run: Callable[[Any], dict[str, Any]], case: Any, what: str, as_json: bool) -> dict[str, Any]:
+    """Run a benchmark, announced by a line (a moving picture would disturb it), or print its JSON alone."""
+    if not as_json:
+        say(f"measuring {what}")
+    result = run(case)
+    if as_json:
+        print(json.dumps(result))
+    return result
 
 
 def _table(title: str, headers: list[str], rows: list[list[str]]) -> None:
-    from ringspan.cli.console import console, table
-
     table(console(), title, headers, rows, numbers=len(headers))

@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ringspan.cli.checks import check_folder
+from ringspan.cli.console import console, facts
+from ringspan.core.messages.extras import require
+from ringspan.core.messages.units import shown_seconds
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from ringspan.measure.bench.demo import DemoOptions
+    from ringspan.train.demo import DemoOptions
 
 EPILOG = "Example: ringspan demo --steps 10 --length 4096"
 
@@ -29,7 +32,6 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     """Train a 5M-parameter Llama on Python's own source over a ring, prove it equal to one process, measure memory."""
-    from ringspan.core.messages.extras import require
     from ringspan.torch.runtime.forks import serve_forks
 
     check_folder("--run", Path(run))
@@ -39,13 +41,11 @@ def command(
     serve_forks("ringspan.train.loop", "torch.utils.tensorboard")
 
     from ringspan.cli.commands.train import train_rank
-    from ringspan.cli.console import console
     from ringspan.core.geometry.layout import layout_name
-    from ringspan.core.messages.units import shown_seconds
-    from ringspan.measure.bench.demo import DemoOptions, measure_memory, training_config
-    from ringspan.measure.bench.machine import describe_machine
+    from ringspan.measure.machine import describe_machine
     from ringspan.report.demo_page import write_report
     from ringspan.torch.runtime.launch import launch
+    from ringspan.train.demo import DemoOptions, measure_memory, training_config
 
     out = console(stderr=True)
     began = time.perf_counter()
@@ -70,24 +70,18 @@ def command(
     with part("memory", "3  Measure: activations that a rank holds on rings of 1, 2 and 4"):
         held = measure_memory(options, _say)
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    settings = config.model.config_values()
+    settings, facts = config.model.config_values(), trained.facts
+    names = {
+        "layers": "num_hidden_layers", "hidden_size": "hidden_size", "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads", "vocabulary": "vocab_size",
+    }  # fmt: skip
     result: dict[str, Any] = {
         "command": "ringspan demo",
         "machine": describe_machine(),
-        "model": {
-            "type": settings["model_type"],
-            "parameters": trained.facts["parameters"],
-            "layers": settings["num_hidden_layers"],
-            "hidden_size": settings["hidden_size"],
-            "heads": settings["num_attention_heads"],
-            "kv_heads": settings["num_key_value_heads"],
-            "vocabulary": settings["vocab_size"],
-        },
-        "data": {
-            "documents": trained.facts["documents"],
-            "tokens": trained.facts["tokens"],
-            "description": "source and documentation of the running Python",
-        },
+        "model": {"type": settings["model_type"], "parameters": facts["parameters"]}
+        | {name: settings[key] for name, key in names.items()},
+        "data": {name: facts[name] for name in ("documents", "tokens")}
+        | {"description": "source and documentation of the running Python"},
         "ranks": ranks,
         "sequence_length_tokens": length,
         "layout": options.layout,
@@ -110,7 +104,7 @@ def _prove_rank(folder: str, options: "DemoOptions") -> dict[str, Any]:
     import torch.distributed as dist
 
     from ringspan.cli.progress import quiet
-    from ringspan.measure.bench.demo import prove
+    from ringspan.train.demo import prove
 
     quiet()
     return prove(folder, options, _say if dist.get_rank() == 0 else lambda line: None)
@@ -133,33 +127,22 @@ def _clear(folder: Path) -> Path:
 
 
 def _summary(result: dict[str, Any], folder: Path) -> None:
-    from rich.table import Table
-
-    from ringspan.cli.console import console
 
     first, last, proof = result["metrics"][0], result["metrics"][-1], result["proof"]
-    worst = max(result["proof"]["gradients"], key=lambda row: row["relative_difference"])
-    table = Table(title="ringspan demo", title_justify="left", show_header=False)
-    table.add_column(style="bold")
-    table.add_column()
-    table.add_row("loss", f"{first['loss']:.3f} -> {last['loss']:.3f} in {last['step']} steps")
-    for line in result["evaluation"][-1:]:
-        table.add_row("held-out loss", f"{line['eval_loss']:.3f}")
-    table.add_row(
-        "speed",
-        f"{last['tokens_per_second']:,.0f} tokens/s, {last['matmul_utilization']:.0%} of a matrix product's speed",
-    )
-    table.add_row("loss, one process", f"{proof['loss_one_process']:.7f}")
-    table.add_row(f"loss, ring of {proof['ranks']}", f"{proof['loss_ring']:.7f}")
-    table.add_row("difference", f"{proof['loss_relative_difference']:.1e} relative")
-    table.add_row("worst gradient", f"{worst['relative_difference']:.1e} relative ({worst['name']})")
-    errors = proof["worst_error"]
-    table.add_row("against float64", f"ring {errors['ring']:.1e}, one process {errors['one_process']:.1e} at worst")
+    worst = max(proof["gradients"], key=lambda row: row["relative_difference"])
+    errors, share = proof["worst_error"], last["matmul_utilization"]
+    rows = [
+        ("loss", f"{first['loss']:.3f} -> {last['loss']:.3f} in {last['step']} steps"),
+        *(("held-out loss", f"{line['eval_loss']:.3f}") for line in result["evaluation"][-1:]),
+        ("speed", f"{last['tokens_per_second']:,.0f} tokens/s, {share:.0%} of a matrix product's speed"),
+        ("loss, one process", f"{proof['loss_one_process']:.7f}"),
+        (f"loss, ring of {proof['ranks']}", f"{proof['loss_ring']:.7f}"),
+        ("difference", f"{proof['loss_relative_difference']:.1e} relative"),
+        ("worst gradient", f"{worst['relative_difference']:.1e} relative ({worst['name']})"),
+        ("against float64", f"ring {errors['ring']:.1e}, one process {errors['one_process']:.1e} at worst"),
+    ]
     for row in result["memory"]:
-        table.add_row(
-            f"activations, ring {row['ring']}",
-            f"{row['activation_bytes'] / 1e6:.1f} MB per rank, {row['tokens_per_rank']:,} tokens each",
-        )
-    table.add_row("time", ", ".join(f"{name} {value:.0f} s" for name, value in result["seconds"].items()))
-    table.add_row("report", str(folder / "report.html"))
-    console().print(table)
+        held = f"{row['activation_bytes'] / 1e6:.1f} MB per rank, {row['tokens_per_rank']:,} tokens each"
+        rows.append((f"activations, ring {row['ring']}", held))
+    rows.append(("time", ", ".join(f"{name} {value:.0f} s" for name, value in result["seconds"].items())))
+    facts(console(), "ringspan demo", [*rows, ("report", str(folder / "report.html"))])

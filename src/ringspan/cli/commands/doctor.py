@@ -8,6 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from ringspan.cli.checks import refuse_under_torchrun
+from ringspan.cli.console import console, facts, paragraph, silent, table, working
+from ringspan.core.messages.units import shown_bandwidth, shown_bytes, shown_speed
+from ringspan.torch.runtime.environment import is_rank
 
 EPILOG = (
     "Example: ringspan doctor --ranks 4. Before a job on a cluster: "
@@ -31,8 +34,6 @@ def command(
     Ranks are started, measure the links between them, compare their versions and clocks, and check the ring against
     float64. Under torchrun the ranks of the job do so. Exit code 0 when it can train, 1 when something stops it.
     """
-    from ringspan.cli.console import silent, working
-    from ringspan.torch.runtime.environment import is_rank
 
     is_job = is_rank()
     if is_job:
@@ -52,8 +53,6 @@ def command(
 
 
 def _show(result: dict[str, Any]) -> None:
-    from ringspan.cli.console import console, facts, paragraph
-    from ringspan.core.messages.units import shown_bytes, shown_speed
 
     out = console()
     has = [name for name, available in result["backends"].items() if available]
@@ -80,7 +79,6 @@ def _show(result: dict[str, Any]) -> None:
 
 def _show_kernels(out: Any, kernels: dict[str, dict[str, Any]]) -> None:
     """Print what each kernel computes here, and once per reason why others do not run."""
-    from ringspan.cli.console import facts, paragraph
 
     running = [(name, _cases(kernel["serves"])) for name, kernel in kernels.items() if kernel["available"]]
     facts(out, "kernels and what they compute here", running or [("none", "")])
@@ -93,8 +91,6 @@ def _show_kernels(out: Any, kernels: dict[str, dict[str, Any]]) -> None:
 
 
 def _show_cluster(out: Any, result: dict[str, Any]) -> None:
-    from ringspan.cli.console import paragraph, table
-    from ringspan.core.messages.units import shown_bandwidth, shown_speed
 
     cluster = result["cluster"]
     links = {link["from"]: shown_bandwidth(link["bytes_per_second"]) for link in cluster["links"]}

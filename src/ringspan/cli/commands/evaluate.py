@@ -1,7 +1,6 @@
 """``ringspan eval``: does a model answer from all of its context?"""
 
 import json
-import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator
@@ -12,14 +11,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ringspan.cli.checks import check_folder, check_picture, refuse_under_torchrun
-from ringspan.evaluate.settings import PERPLEXITY, EvalSettings
-from ringspan.evaluate.task import Task
-from ringspan.evaluate.tasks import TASKS
+from ringspan.cli.checks import check_folder, check_picture
+from ringspan.cli.console import console, hush, table
+from ringspan.cli.ranks import on_ranks
+from ringspan.core.errors import ConfigError
+from ringspan.core.messages.extras import require
+from ringspan.evaluate.settings import PERPLEXITY, EvalSettings, HarnessSettings, local_folder
+from ringspan.evaluate.tasks import TASKS, Task
 
 if TYPE_CHECKING:
     from ringspan.evaluate.runner import EvalObserver
-    from ringspan.generate.settings import GenerateSettings
 
 app = typer.Typer(
     help="Measure whether a model uses its context, at any length, on a ring of processes.",
@@ -138,12 +139,8 @@ def harness(
     as_json: AsJson = False,
 ) -> None:
     """Any tasks of lm-evaluation-harness, at full length on the ring."""
-    from ringspan.core.errors import ConfigError
-    from ringspan.core.messages.extras import require
 
     require("ringspan eval harness", "lm_eval")
-    from ringspan.evaluate.harness.settings import HarnessSettings
-    from ringspan.evaluate.hub import local_folder
 
     names = tuple(name.strip() for name in tasks.split(",") if name.strip())
     if include is not None and not include.is_dir():
@@ -153,17 +150,17 @@ def harness(
         folder=model, tasks=names, include=None if include is None else str(include.absolute()), limit=limit,
         num_fewshot=num_fewshot, chat=chat, seed=seed, dtype=dtype, tp=tp,
     )  # fmt: skip
-    if nproc is not None:
+    if nproc is not None:  # before a model is downloaded
         settings.generating.check_ranks(nproc)
-    settings = replace(settings, folder=local_folder(model))
-    found, is_first = in_ranks(harness_rank, settings.generating, (settings, str(out.absolute())), nproc)
+    asked = replace(settings, folder=local_folder(model)), str(out.absolute())
+    check = settings.generating.check_ranks
+    found, is_first = on_ranks(harness_rank, lambda: asked, nproc, check, forks=("ringspan.evaluate.runner",))
     if not is_first:
         return
     result = {**found, "model": model}
     if as_json:
         print(json.dumps(result))
         return
-    from ringspan.cli.console import console, table
 
     rows = [
         [row["name"], row["metric"], f"{row['value']:.4f}", "" if row["items"] is None else str(row["items"])]
@@ -174,17 +171,13 @@ def harness(
 
 def harness_rank(settings: Any, out: str) -> dict[str, Any] | None:
     """Run one rank's part; rank 0 shows progress."""
-    import transformers
-
     from ringspan.evaluate.harness.run import run_harness
 
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    hush()
     return run_harness(settings, Path(out))
 
 
 def _numbers(name: str, text: str, kind: Callable[[str], Any]) -> tuple[Any, ...]:
-    from ringspan.core.errors import ConfigError
 
     try:
         return tuple(kind(part.strip().replace("_", "")) for part in text.split(","))
@@ -196,8 +189,6 @@ def _evaluate(
     task: str, models: list[str], nproc: int | None, out: Path, picture: Path | None, page: Path | None, as_json: bool,
     **options: Any,
 ) -> None:  # fmt: skip
-    from ringspan.core.errors import ConfigError
-    from ringspan.core.messages.extras import require
 
     if len(set(models)) < len(models):
         raise ConfigError(f"{' '.join(models)}: the same model twice")
@@ -214,17 +205,18 @@ def _evaluate(
         for settings in every:
             settings.generating(1).check_ranks(nproc)
     results: list[Any]
-    results, is_first = run([_local(settings) for settings in every], str(out.absolute()), nproc)
+    local = [replace(settings, folder=local_folder(settings.folder)) for settings in every]
+    results, is_first = run(local, str(out.absolute()), nproc)
     if not is_first:
         return
     for result, model in zip(results, models, strict=True):
         result["model"] = model
     if picture is not None:
-        from ringspan.report.evaluation_charts import save_picture
+        from ringspan.report.evaluation import save_picture
 
         save_picture(results, picture)
     if page is not None:
-        from ringspan.report.evaluation_page import write_page
+        from ringspan.report.evaluation import write_page
 
         about = perplexity.__doc__ if task == PERPLEXITY else TASKS[task].about
         write_page(results, page, shlex.join(["ringspan", *sys.argv[1:]]), about or "")
@@ -244,77 +236,27 @@ def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
     return {**results[0], **own, "rows": rows, "skipped": skipped}
 
 
-def _local(settings: EvalSettings) -> EvalSettings:
-    """Return the settings with the local folder of a model named as on the Hub."""
-    from ringspan.evaluate.hub import local_folder
-
-    return replace(settings, folder=local_folder(settings.folder))
-
-
 def run(every: list[EvalSettings], out: str, nproc: int | None) -> tuple[list[dict[str, Any]], bool]:
     """Evaluate in torchrun's ranks or in new local ones; return the results, and True on rank 0."""
 
-    def check() -> None:
+    def arguments() -> tuple[list[EvalSettings], str]:
         from ringspan.generate.folder import load_config, load_tokenizer
 
         for settings in every:
             load_tokenizer(settings.folder, load_config(settings.generating(1)))
+        return every, out
 
-    return in_ranks(evaluate_ranks, every[0].generating(1), (every, out), nproc, check)
-
-
-def in_ranks(
-    function: Callable[..., Any],
-    settings: "GenerateSettings",
-    arguments: tuple[Any, ...],
-    nproc: int | None,
-    check: Callable[[], None] = lambda: None,
-) -> tuple[Any, bool]:
-    """Run in torchrun's or new local ranks after ``check``; return rank 0's result, and True on rank 0."""
-    from ringspan.cli.console import importing
-    from ringspan.torch.runtime.environment import is_rank
-
-    if is_rank():
-        refuse_under_torchrun(nproc=nproc)
-        if os.environ["RANK"] == "0":
-            print("importing PyTorch and transformers", file=sys.stderr, flush=True)
-        import torch.distributed as dist
-
-        from ringspan.torch.runtime.launch import join
-
-        settings.check_ranks(int(os.environ["WORLD_SIZE"]))
-        join()
-        try:
-            return function(*arguments), dist.get_rank() == 0
-        finally:
-            dist.destroy_process_group()
-    from ringspan.torch.runtime.forks import serve_forks
-
-    with importing():
-        serve_forks("ringspan.evaluate.runner")
-        import torch
-
-        from ringspan.torch.runtime.launch import launch
-
-        if nproc is None:
-            nproc = max(1, torch.cuda.device_count())
-            settings.check_ranks(nproc)
-        check()
-
-    print(f"starting {nproc} rank{'s' if nproc > 1 else ''}", file=sys.stderr, flush=True)
-    return launch(function, nproc, *arguments)[0], True
+    check = every[0].generating(1).check_ranks
+    return on_ranks(evaluate_ranks, arguments, nproc, check, forks=("ringspan.evaluate.runner",))
 
 
 def evaluate_ranks(every: list[EvalSettings], out: str) -> list[dict[str, Any]]:
     """Run one rank's part, model after model; rank 0 shows progress."""
     import torch.distributed as dist
-    import transformers
 
-    from ringspan.cli.console import console
     from ringspan.evaluate.runner import EvalObserver, evaluate_rank, plans
 
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
+    hush()
     results = []
     with console(stderr=True).status("reading the texts") if dist.get_rank() == 0 else nullcontext():
         found = plans(every)
@@ -330,7 +272,6 @@ def _watched(settings: EvalSettings) -> "Iterator[EvalObserver]":
     """Yield an observer that shows a bar on a terminal and lines elsewhere, on standard error."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-    from ringspan.cli.console import console
     from ringspan.evaluate.runner import EvalObserver
 
     out = console(stderr=True)
@@ -361,12 +302,10 @@ def _watched(settings: EvalSettings) -> "Iterator[EvalObserver]":
 
 
 def _print(results: list[dict[str, Any]], *files: Path | None) -> None:
-    from ringspan.cli.console import console, table
-    from ringspan.report.evaluation_page import accuracy_cells, loss_cells
+    from ringspan.report.evaluation import cells
 
     out = console()
     for result in results:
-        cells = loss_cells if result["task"] == PERPLEXITY else accuracy_cells
         headers, rows = cells(result["rows"])
         table(out, f"{result['task']}: {result['model']}", headers, rows, numbers=len(headers) - 1)
         for each in result["skipped"]:

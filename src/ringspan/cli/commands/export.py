@@ -6,6 +6,10 @@ from typing import Annotated
 
 import typer
 
+from ringspan.cli.console import console
+from ringspan.core.errors import ConfigError
+from ringspan.core.messages.units import shown_bytes
+
 EPILOG = "Example: ringspan export runs/long latest exported; then AutoModelForCausalLM.from_pretrained('exported')"
 
 
@@ -20,9 +24,6 @@ def command(
 
     The checkpoint is checked first. The folder is complete or not there at all.
     """
-    from ringspan.cli.console import console
-    from ringspan.core.errors import ConfigError
-    from ringspan.core.messages.units import shown_bytes
 
     if step != "latest" and not step.isdecimal():
         raise ConfigError(f"STEP = {step!r}: give the number of a step, or latest")

@@ -8,12 +8,17 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ringspan.cli.checks import refuse_under_torchrun
+from ringspan.cli.console import console, hush
+from ringspan.cli.ranks import on_ranks
+from ringspan.core.errors import ConfigError
+from ringspan.core.files.named import why_no_model
+from ringspan.torch.runtime.environment import is_rank
 
 if TYPE_CHECKING:
     from ringspan.generate.session import Answer, Observer, Session
@@ -70,20 +75,11 @@ def command(
     from ringspan.generate.settings import GenerateSettings
 
     settings = GenerateSettings(
-        folder=str(model),
-        max_new_tokens=max_new_tokens,
-        temperature=temperature,
-        top_p=top_p,
-        top_k=top_k,
-        seed=seed,
-        dtype=dtype,
-        cache_dtype=cache_dtype,
-        tp=tp,
-        weights=weights,
-        prefill_tokens=prefill_tokens,
+        folder=str(model), max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k, seed=seed,
+        dtype=dtype, cache_dtype=cache_dtype, tp=tp, weights=weights, prefill_tokens=prefill_tokens,
         load_cache=None if load_cache is None else str(load_cache),
         save_cache=None if save_cache is None else str(save_cache),
-    )
+    )  # fmt: skip
     check_folder(model)
     _check_prompt(prompt, prompt_file, chat, as_json)
     has_prompt = prompt is not None or prompt_file is not None
@@ -96,8 +92,6 @@ def command(
 
 def check_folder(model: Path) -> None:
     """Raise ConfigError for a folder without a saved model."""
-    from ringspan.core.errors import ConfigError
-    from ringspan.core.files.named import why_no_model
 
     if not model.is_dir():
         raise ConfigError(f"{model}: there is no such folder; give one with a model and its tokenizer")
@@ -106,7 +100,6 @@ def check_folder(model: Path) -> None:
 
 
 def _check_prompt(prompt: str | None, file: Path | None, chat: bool, as_json: bool) -> None:
-    from ringspan.core.errors import ConfigError
 
     given = [value for value in (prompt, file) if value is not None]
     if len(given) > 1 or not (given or chat):
@@ -119,7 +112,6 @@ def _check_prompt(prompt: str | None, file: Path | None, chat: bool, as_json: bo
 
 def prompt_text(prompt: str | None, file: Path | None, option: str = "--prompt-file") -> str:
     """Read the prompt; raise ConfigError for an unreadable file or no text."""
-    from ringspan.core.errors import ConfigError
 
     name = "--prompt" if file is None else f"{option} {file}"
     try:
@@ -143,38 +135,29 @@ def run(
     quiet: bool = False,
     chat: bool = False,
 ) -> "tuple[Answer | None, bool]":
-    """Generate in torchrun's ranks or in new local ones; return the answer, and True on rank 0.
+    """Generate in torchrun's ranks or in new local ones; return the answer, and True on rank 0."""
 
-    Raises:
-        RingspanError: the options are inconsistent, or a rank raised it.
-    """
-    from ringspan.cli.console import importing
-    from ringspan.torch.runtime.environment import is_rank
-
-    if is_rank():
-        refuse_under_torchrun(nproc=nproc)
-        return _run_here(settings, text, quiet, chat)
-    if nproc is not None:
-        settings.check_ranks(nproc)
-    prompt = text()
-    from ringspan.torch.runtime.forks import serve_forks
-
-    with importing():
-        serve_forks("ringspan.generate.session")  # it gets ready while this process checks the prompt
-        import torch
-
-        from ringspan.torch.runtime.launch import launch
-
-        if nproc is None:
-            nproc = max(1, torch.cuda.device_count())
+    under_torchrun, text = is_rank(), cache(text)
+    if not under_torchrun:
+        if nproc is not None:
             settings.check_ranks(nproc)
-        ids = prompt_ids(settings, prompt)
+        text()
 
-    print(f"starting {nproc} rank{'s' if nproc > 1 else ''}", file=sys.stderr, flush=True)
-    if not chat:
-        return launch(generate_rank, nproc, settings, ids, quiet)[0], True
-    with _standard_input() as pipe:
-        return launch(chat_rank, nproc, settings, prompt, pipe)[0], True
+    def found() -> tuple[str | None, Any]:
+        return text(), prompt_ids(settings, text())
+
+    def arguments() -> tuple[Any, ...]:
+        if under_torchrun:
+            from ringspan.generate.session import from_first_rank
+
+            prompt, ids = from_first_rank(found)
+        else:
+            prompt, ids = found()
+        return (settings, prompt, pipe) if chat else (settings, ids, quiet)
+
+    with _standard_input() if chat and not under_torchrun else nullcontext() as pipe:
+        ranks = chat_rank if chat else generate_rank
+        return on_ranks(ranks, arguments, nproc, settings.check_ranks, forks=("ringspan.generate.session",))
 
 
 @contextmanager
@@ -193,35 +176,13 @@ def _standard_input() -> Iterator[str]:
         yield pipe
 
 
-def _run_here(
-    settings: "GenerateSettings", text: Callable[[], str | None], quiet: bool, chat: bool
-) -> "tuple[Answer | None, bool]":
-    """Run as one of torchrun's ranks; the first reads the prompt."""
-    if os.environ["RANK"] == "0":
-        print("importing PyTorch and transformers", file=sys.stderr, flush=True)
-    import torch.distributed as dist
-
-    from ringspan.generate.session import from_first_rank
-    from ringspan.torch.runtime.launch import join
-
-    settings.check_ranks(int(os.environ["WORLD_SIZE"]))
-    join()
-    try:
-        prompt, ids = from_first_rank(lambda: (prompt := text(), prompt_ids(settings, prompt)))
-        if chat:
-            return chat_rank(settings, prompt, None), dist.get_rank() == 0
-        return generate_rank(settings, ids, quiet), dist.get_rank() == 0
-    finally:
-        dist.destroy_process_group()
-
-
 def prompt_ids(settings: "GenerateSettings", text: str | None, most: int | None = None) -> Any:
     """Tokenize a prompt, at most ``most`` tokens, for which the model has room; none for a chat that has not begun."""
     import numpy as np
 
     from ringspan.generate.folder import check_ids, load_config, load_tokenizer
 
-    _hush()
+    hush()
     config = load_config(settings)
     tokenizer = load_tokenizer(settings.folder, config)
     if text is None:
@@ -259,7 +220,7 @@ def _session(settings: "GenerateSettings", quiet: bool) -> "Iterator[Session]":
     from ringspan.generate.folder import load_config, load_tokenizer
     from ringspan.generate.session import Observer, session
 
-    _hush()
+    hush()
     config = load_config(settings)
     tokenizer = load_tokenizer(settings.folder, config)
     shown = _watched(quiet) if dist.get_rank() == 0 else nullcontext(Observer())
@@ -267,18 +228,9 @@ def _session(settings: "GenerateSettings", quiet: bool) -> "Iterator[Session]":
         yield model
 
 
-def _hush() -> None:
-    """Silence the libraries' progress bars and warnings, which every rank would print."""
-    import transformers
-
-    transformers.utils.logging.set_verbosity_error()
-    transformers.utils.logging.disable_progress_bar()
-
-
 @contextmanager
 def _watched(quiet: bool) -> "Iterator[Observer]":
     """Yield an observer that shows progress on standard error, and text on standard output unless quiet."""
-    from ringspan.cli.console import console
     from ringspan.generate.session import Observer
 
     out = console(stderr=True)

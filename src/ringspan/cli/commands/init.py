@@ -5,6 +5,8 @@ from typing import Annotated
 
 import typer
 
+from ringspan.core.errors import ConfigError
+
 EPILOG = "Example: ringspan init finetune.toml"
 
 
@@ -13,7 +15,6 @@ def command(
     force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
 ) -> None:
     """Write a TOML file for `ringspan train` with every key, its default and what it means."""
-    from ringspan.core.errors import ConfigError
     from ringspan.train.config.template import config_template
 
     if file.is_dir():

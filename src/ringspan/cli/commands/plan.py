@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ringspan.cli.checks import check_picture
+from ringspan.cli.console import console
+from ringspan.core.errors import ConfigError
+from ringspan.core.messages.extras import require
+from ringspan.core.messages.units import shown_bytes
 from ringspan.plan.model.configs import MODELS
 
 if TYPE_CHECKING:
@@ -131,8 +135,6 @@ def command(
     Analytic and without a framework, in under a second; with --trace the real step is traced as one of its ranks. With
     --generate: whether weights and cache fit, on which mesh, and the time to the first token and of each after it.
     """
-    from ringspan.core.errors import ConfigError
-    from ringspan.core.messages.extras import require
 
     if generate:
         given = [
@@ -147,9 +149,9 @@ def command(
         if as_json:
             print(json.dumps(answer.as_json()))
             return
-        from ringspan.cli.tables.generation_plan import show as show_generation
+        from ringspan.cli.plan_tables import show_text
 
-        show_generation(answer, model)
+        show_text(answer, model)
         return
     for name, value in (("prompt", prompt), ("new-tokens", new_tokens)):
         if value is not None:
@@ -159,10 +161,13 @@ def command(
             raise ConfigError(f"--picture {picture} draws a trace, or documents; add --trace or --documents")
         check_picture(picture, ".png", ".svg", ".pdf")
         require(f"--picture {picture}", "matplotlib")
-    lengths = _lengths(documents, length) if documents is not None else ()
+    from ringspan.plan.documents import read_documents
+    from ringspan.plan.model.media import read_media
+
+    lengths = read_documents(documents, length) if documents is not None else ()
     if rank is not None and not trace:
         raise ConfigError(f"--rank {rank} is the rank that a trace plays; add --trace")
-    media = _media(images, frames, sound)
+    media = read_media(images, frames, sound)
     answer = planned(model, devices, device, nodes, length, batch, dtype, parameter_dtype, route, comm_dtype, media)
     result = answer.as_json()
     if trace:
@@ -184,26 +189,13 @@ def command(
     if as_json:
         print(json.dumps(result))
         return
-    from ringspan.cli.tables.plan import show
+    from ringspan.cli.plan_tables import show
 
     show(answer, result, shown_mesh(result), layouts)
 
 
-def _media(images: str | None, frames: str | None, sound: int | None) -> "Media":
-    from ringspan.plan.model.media import read_media
-
-    return read_media(images, frames, sound)
-
-
-def _lengths(documents: str, length: int) -> tuple[int, ...]:
-    from ringspan.plan.documents import read_documents
-
-    return read_documents(documents, length)
-
-
 def _layouts(answer: "Plan", lengths: tuple[int, ...], *, quiet: bool) -> "list[LayoutCost]":
     """Compute the plan's step on each layout."""
-    from ringspan.cli.console import console
     from ringspan.plan.documents import compare_layouts
 
     with console(stderr=True, quiet=quiet).status(f"timing {len(lengths):,} documents on each layout"):
@@ -212,7 +204,6 @@ def _layouts(answer: "Plan", lengths: tuple[int, ...], *, quiet: bool) -> "list[
 
 def refuse_float16(dtype: str, option: str = "--dtype") -> None:
     """Raise ConfigError for float16, as training does."""
-    from ringspan.core.errors import ConfigError
 
     if dtype == "float16":
         raise ConfigError(f"{option} float16 overflows without loss scaling, which training does not do; use bfloat16")
@@ -232,7 +223,6 @@ def planned(
     media: "Media | None" = None,
 ) -> "Plan":
     """Return the plan for the command line's options; raise ConfigError for a bad option or uneven nodes."""
-    from ringspan.core.errors import ConfigError
     from ringspan.core.names import COMM_DTYPE_NAMES, find_name
     from ringspan.plan.model.configs import model_shape
     from ringspan.plan.planner import make_plan
@@ -240,19 +230,12 @@ def planned(
 
     refuse_float16(dtype)
     refuse_float16(parameter_dtype, "--parameter-dtype")
-    return make_plan(
-        Question(
-            device=_kind(device, devices, nodes),
-            shape=model_shape(model, media or {}, dtype),
-            devices=devices,
-            length=length,
-            batch=batch,
-            dtype=dtype,
-            parameter_dtype=parameter_dtype,
-            route=route,
-            comm_dtype=find_name("--comm-dtype", comm_dtype, COMM_DTYPE_NAMES, ConfigError),
-        )
-    )
+    question = Question(
+        device=_kind(device, devices, nodes), shape=model_shape(model, media or {}, dtype), devices=devices,
+        length=length, batch=batch, dtype=dtype, parameter_dtype=parameter_dtype, route=route,
+        comm_dtype=find_name("--comm-dtype", comm_dtype, COMM_DTYPE_NAMES, ConfigError),
+    )  # fmt: skip
+    return make_plan(question)
 
 
 def planned_text(
@@ -265,24 +248,17 @@ def planned_text(
 
     refuse_float16(dtype)
     dtype_bytes(dtype)
-    return plan_text(
-        TextQuestion(
-            device=_kind(device, devices, nodes),
-            shape=model_shape(model),
-            devices=devices,
-            prompt=prompt,
-            new_tokens=new_tokens,
-            batch=batch,
-            dtype=dtype,
-        )
-    )
+    question = TextQuestion(
+        device=_kind(device, devices, nodes), shape=model_shape(model), devices=devices, prompt=prompt,
+        new_tokens=new_tokens, batch=batch, dtype=dtype,
+    )  # fmt: skip
+    return plan_text(question)
 
 
 def _kind(name: str, devices: int, nodes: int | None) -> "Accelerator":
     """Return the named device with its number per node; raise ConfigError for uneven nodes."""
     from dataclasses import replace
 
-    from ringspan.core.errors import ConfigError
     from ringspan.plan.cluster import hardware
 
     kind = hardware.device(name)
@@ -295,7 +271,6 @@ def _kind(name: str, devices: int, nodes: int | None) -> "Accelerator":
 
 def _traced(answer: "Plan", rank: int, *, quiet: bool) -> dict[str, Any]:
     """Return the plan's memory from a trace of the real step as one rank."""
-    from ringspan.cli.console import console
     from ringspan.measure.trace.dry_run import summary, trace_plan
 
     with console(stderr=True, quiet=quiet).status("tracing the training step on fake tensors"):
@@ -303,7 +278,6 @@ def _traced(answer: "Plan", rank: int, *, quiet: bool) -> dict[str, Any]:
 
 
 def _draw(answer: "Plan", result: dict[str, Any], picture: Path) -> None:
-    from ringspan.core.messages.units import shown_bytes
     from ringspan.report.profile_page import trace_picture
 
     question = answer.question

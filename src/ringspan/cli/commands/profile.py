@@ -3,12 +3,18 @@
 import json
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ringspan.cli.checks import check_folder, refuse_under_torchrun
 from ringspan.cli.commands import plan
+from ringspan.cli.console import say
+from ringspan.cli.ranks import on_ranks
+from ringspan.core.errors import ConfigError
+from ringspan.core.messages.extras import require
+from ringspan.core.messages.units import shown_bytes, shown_seconds
+from ringspan.torch.runtime.environment import is_rank
 
 if TYPE_CHECKING:
     from ringspan.measure.trace.profile import RankProfile
@@ -44,37 +50,30 @@ def command(
 
     A memory timeline by category and a hop timeline with computing, transfers and waits, interactive in one HTML file.
     """
-    from ringspan.core.messages.extras import require
 
     check_folder("--out", out)
     require("ringspan profile", "matplotlib")
 
-    from ringspan.cli.console import working
-    from ringspan.core.errors import ConfigError
     from ringspan.core.geometry.layout import Layout, layout_name
     from ringspan.core.names import checkpoint_name
     from ringspan.core.schedule.choice import check_segments
+    from ringspan.measure.machine import default_ranks
     from ringspan.measure.trace.dry_run import hugging_face_config
+    from ringspan.measure.trace.profile import profile_rank
     from ringspan.measure.trace.rehearsal import refuse_local_ranks
     from ringspan.plan.cost.setting import Setting, dtype_bytes
     from ringspan.plan.model.configs import model_shape
     from ringspan.torch.model.support import refuse_route
-    from ringspan.torch.runtime.environment import is_rank
 
     under_torchrun = is_rank()
     if under_torchrun:
         refuse_under_torchrun(ranks=ranks)
+    ring = int(os.environ["WORLD_SIZE"]) if under_torchrun else default_ranks() if ranks is None else ranks
     setting = Setting(
-        length=length,
-        ring=int(os.environ["WORLD_SIZE"]) if under_torchrun else _default_ranks() if ranks is None else ranks,
-        batch=batch,
-        layout=layout_name(layout),
-        route=route,
-        checkpoint=checkpoint_name(checkpoint),
-        layers_per_checkpoint=layers_per_checkpoint,
-        compute_dtype=dtype,
+        length=length, ring=ring, batch=batch, layout=layout_name(layout), route=route,
+        checkpoint=checkpoint_name(checkpoint), layers_per_checkpoint=layers_per_checkpoint, compute_dtype=dtype,
         parameter_dtype=parameter_dtype,
-    )
+    )  # fmt: skip
     for name in (dtype, parameter_dtype):
         dtype_bytes(name)
     plan.refuse_float16(dtype)
@@ -87,40 +86,14 @@ def command(
         refuse_local_ranks(shape, setting)
     check_segments(setting.checkpoint, layers_per_checkpoint)
     refuse_route(hugging_face_config(shape, length), setting.ring, route, "exact")
-    if under_torchrun and os.environ["RANK"] != "0":
-        _profiled(shape, setting, out, under_torchrun)
-        return
-    with working() as doing:
-        doing(f"running three steps of {shape.name} on {setting.ring} rank{'s' if setting.ring > 1 else ''}")
-        profiles = _profiled(shape, setting, out, under_torchrun)
-    _show(profiles, shape.name, setting, out, as_json)
-
-
-def _default_ranks() -> int:
-    import torch
-
-    return torch.cuda.device_count() if torch.cuda.is_available() else 2
-
-
-def _profiled(shape: Any, setting: "Setting", out: Path, under_torchrun: bool) -> "list[RankProfile]":
-    import torch.distributed as dist
-
-    from ringspan.cli.console import console, say, silent
-    from ringspan.measure.trace.profile import profile_rank
-    from ringspan.torch.runtime.launch import join, launch
-
-    doing = silent if console(stderr=True).is_terminal else say  # a terminal shows a status, from this process
-    if not under_torchrun:
-        return launch(profile_rank, setting.ring, shape, setting, out, doing)[0]
-    join()
-    try:
-        return profile_rank(shape, setting, out, doing)
-    finally:
-        dist.destroy_process_group()
+    profiles, is_first = on_ranks(
+        profile_rank, lambda: (shape, setting, out, say), None if under_torchrun else setting.ring
+    )
+    if is_first:
+        _show(profiles, shape.name, setting, out, as_json)
 
 
 def _show(profiles: "list[RankProfile]", name: str, setting: "Setting", out: Path, as_json: bool) -> None:
-    from ringspan.core.messages.units import shown_bytes, shown_seconds
     from ringspan.report.profile_page import write_report
 
     title = f"{name}: {setting.length:,} tokens on a ring of {setting.ring}, {setting.compute_dtype}"

@@ -6,6 +6,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ringspan.cli.commands import plan
+from ringspan.cli.console import console, facts, table, working
+from ringspan.core.errors import ConfigError
+from ringspan.core.messages.units import shown_bandwidth, shown_bytes, shown_seconds, shown_speed
 
 if TYPE_CHECKING:
     from ringspan.measure.trace.rehearsal import Rehearsal
@@ -37,8 +40,6 @@ def command(
     Measures peak memory, seconds of a step and of each layer, and the share of the matrix products' speed that it
     reaches; predicts what the links add.
     """
-    from ringspan.cli.console import working
-    from ringspan.core.errors import ConfigError
     from ringspan.measure.trace.rehearsal import rehearse_plan
 
     answer = plan.planned(model, devices, device, nodes, length, batch, dtype, parameter_dtype, route, comm_dtype)
@@ -60,10 +61,9 @@ def _measured(answer: "Plan", measured: "Rehearsal") -> dict[str, Any]:
     """Return the measurement in the plan's terms; a step is all micro-steps of the plan's."""
     import torch
 
-    from ringspan.measure.bench.machine import describe_machine
+    from ringspan.measure.machine import describe_machine, measure_flops
     from ringspan.plan.cost.cost import model_flops
     from ringspan.torch.runtime.launch import local_device
-    from ringspan.train.metrics import measure_flops
 
     question, setting = answer.question, answer.setting
     micro_steps = question.batch // (setting.replicate * setting.batch)
@@ -91,9 +91,6 @@ def _measured(answer: "Plan", measured: "Rehearsal") -> dict[str, Any]:
 
 def _show(result: dict[str, Any]) -> None:
     from statistics import median
-
-    from ringspan.cli.console import console, facts, table
-    from ringspan.core.messages.units import shown_bandwidth, shown_bytes, shown_seconds, shown_speed
 
     out = console()
     names = (*result["bytes"], "peak, kernels' own included")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,10 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ringspan.cli.checks import refuse_under_torchrun
+from ringspan.cli.ranks import on_ranks
+from ringspan.torch.runtime.environment import is_rank
 
 if TYPE_CHECKING:
     from ringspan.train.config.tables import TrainConfig
-    from ringspan.train.run_folder.result import TrainResult
+    from ringspan.train.run_folder.record import TrainResult
 
 EPILOG = (
     "Example: ringspan train examples/finetune.toml --nproc 4 steps=10. "
@@ -70,87 +71,36 @@ def _show(result: "TrainResult", as_json: bool) -> None:
 
 
 def run(settings: "TrainConfig", nproc: int | None, max_restarts: int = 0) -> "tuple[TrainResult, bool]":
-    """Train in torchrun's ranks or in new local ones; return the result, and True on rank 0.
+    """Train in torchrun's ranks or in new local ones; return the result, and True on rank 0."""
+    from ringspan.train.run_folder.record import RunLock, check_run
 
-    Raises:
-        RingspanError: the options are inconsistent, or a rank raised it.
-    """
-    from ringspan.cli.console import importing
-    from ringspan.core.errors import ConfigError
-    from ringspan.torch.runtime.environment import is_rank
-    from ringspan.train.run_folder.lock import RunLock
-
-    _check(settings)
+    check_run(settings)
     if is_rank():
-        refuse_under_torchrun(nproc=nproc, max_restarts=max_restarts or None)
-        _spare_memory()
-        return _run_here(settings)
-    if nproc is not None and nproc < 1:
-        raise ConfigError(f"--nproc {nproc}: at least one process is needed")
-    with RunLock(Path(settings.run)) as lock:  # for its refusal: rank 0 takes it for itself
-        lock.take()
-    thrift = settings.memory.offload != "none"  # who offloads would rather wait for memory than run out of it
-    with importing():
-        nproc = _ready(settings, nproc, is_thrifty=thrift)
-        from ringspan.torch.runtime.launch import launch
-
+        refuse_under_torchrun(max_restarts=max_restarts or None)
+    else:
+        with RunLock(Path(settings.run)) as lock:  # for its refusal: rank 0 takes it for itself
+            lock.take()
     _spare_memory()
-    print(f"starting {nproc} rank{'s' if nproc > 1 else ''}", file=sys.stderr, flush=True)
-    results = launch(train_rank, nproc, settings, max_restarts=max_restarts, forward_signals=True, is_thrifty=thrift)
-    return results[0], True
+
+    def arguments() -> "tuple[TrainConfig]":
+        from ringspan.train.model import load_model_config
+
+        if not is_rank():  # where each rank would raise the same
+            load_model_config(settings)
+        return (settings,)
+
+    thrift = settings.memory.offload != "none"  # who offloads would rather wait for memory than run out of it
+    forks = () if thrift else ("ringspan.train.loop", "torch.utils.tensorboard")
+    return on_ranks(
+        train_rank, arguments, nproc, settings.resolve_mesh, forks=forks,
+        max_restarts=max_restarts, forward_signals=True, is_thrifty=thrift,
+    )  # fmt: skip
 
 
 def _spare_memory() -> None:
     """Let CUDA's allocator grow its segments, which wastes less memory, unless the user has configured it."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
-
-
-def _check(settings: "TrainConfig") -> None:
-    """Raise ConfigError early, without a framework: missing text, another run's folder, a finished run."""
-    from ringspan.train.config.paths import find_files
-    from ringspan.train.run_folder.record import read_record, refuse_finished
-
-    settings.require_extras()
-    find_files((path for path in settings.data.paths if not path.startswith("hub:")), settings.data.extensions)
-    read_record(settings)
-    refuse_finished(settings)
-
-
-def _ready(settings: "TrainConfig", nproc: int | None, *, is_thrifty: bool) -> int:
-    """Import what local ranks need and raise what every rank would; return the number of ranks."""
-    from ringspan.torch.runtime.forks import serve_forks
-
-    if nproc is not None:
-        settings.resolve_mesh(nproc)
-    if not is_thrifty:
-        # It gets ready while the next imports take their time.
-        serve_forks("ringspan.train.loop", "torch.utils.tensorboard")
-    if nproc is None:
-        import torch
-
-        nproc = max(1, torch.cuda.device_count())
-        settings.resolve_mesh(nproc)
-
-    from ringspan.train.model import load_model_config
-
-    load_model_config(settings)
-    return nproc
-
-
-def _run_here(settings: "TrainConfig") -> "tuple[TrainResult, bool]":
-    """Run as one of torchrun's ranks."""
-    if os.environ["RANK"] == "0":
-        print("importing PyTorch and transformers", file=sys.stderr, flush=True)
-    import torch.distributed as dist
-
-    from ringspan.torch.runtime.launch import join
-
-    join()
-    try:
-        return train_rank(settings), dist.get_rank() == 0
-    finally:
-        dist.destroy_process_group()
 
 
 def train_rank(settings: "TrainConfig") -> "TrainResult":

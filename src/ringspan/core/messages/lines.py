@@ -1,5 +1,10 @@
 """Messages of one line: what an exception says, shortened between words."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
+
+from ringspan.core.errors import ConfigError, RingspanError
+
 LIMIT = 300
 """Characters of other programs' text that a message of ours may quote."""
 
@@ -18,3 +23,16 @@ def shortened(text: str, limit: int = LIMIT) -> str:
 def one_line(error: BaseException, limit: int = LIMIT) -> str:
     """Return the shortened message of an exception; its type if it has none."""
     return shortened(str(error), limit) or type(error).__name__
+
+
+@contextmanager
+def refused(
+    what: str, *kinds: type[BaseException], remedy: str = "", error_type: type[RingspanError] = ConfigError
+) -> Generator[None]:
+    """Turn errors of these kinds into ours: ``what``, the message in one line and the remedy. Ours pass unchanged."""
+    try:
+        yield
+    except RingspanError:
+        raise
+    except kinds as error:
+        raise error_type(f"{what}: {one_line(error)}{remedy}") from error

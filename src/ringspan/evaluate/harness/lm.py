@@ -21,7 +21,7 @@ from tqdm import tqdm
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.messages.lines import one_line, shortened
-from ringspan.evaluate.harness.answers import Answers
+from ringspan.evaluate.records import Answers
 from ringspan.torch.data.batch import shard_batch
 from ringspan.torch.layers.decoder import text_config
 from ringspan.torch.layers.positions import num_trained_positions, rotates_by_length

@@ -15,8 +15,8 @@ from lm_eval.tasks import TaskManager
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.lines import one_line
 from ringspan.evaluate.harness.lm import RingLM
-from ringspan.evaluate.harness.settings import HarnessSettings
 from ringspan.evaluate.records import records_file
+from ringspan.evaluate.settings import HarnessSettings
 from ringspan.generate.folder import load_config, load_tokenizer
 from ringspan.generate.session import PATIENCE_SECONDS, Session, session
 from ringspan.torch.layers.decoder import text_config
@@ -46,11 +46,7 @@ def check_tasks(names: Sequence[str], manager: TaskManager) -> None:
 
 
 def run_tasks(lm: Any, names: Sequence[str], manager: TaskManager, **options: Any) -> dict[str, Any] | None:
-    """Run ``simple_evaluate`` on every rank; return its results on the first rank of each machine, as lm-eval does.
-
-    Raises:
-        ConfigError: a task whose data cannot be found or downloaded, that runs code of the model, or has images.
-    """
+    """Run ``simple_evaluate`` on every rank; return its results on the first rank of each machine, as lm-eval does."""
     asked = f"--tasks {','.join(names)}"
     # In the order asked for.
     tasks = list(dict.fromkeys(task for name in names for task in manager.match_tasks([name])))

@@ -17,9 +17,7 @@ from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import Mask
 from ringspan.core.names import LayoutName
 from ringspan.core.schedule.schedule import make_schedule
-from ringspan.measure.bench.machine import describe_machine
-from ringspan.measure.bench.timing import timed
-from ringspan.measure.trace.peak import allocated_bytes
+from ringspan.measure.machine import allocated_bytes, describe_machine, timed
 from ringspan.torch.attention.arguments import check_tensors
 from ringspan.torch.attention.op import ring_attention
 from ringspan.torch.runtime.launch import launch, local_device

@@ -1,14 +1,10 @@
 """Kernels that serve each kind of attention: the ring's choice for every tile of a few typical cases.
 
-Nothing is computed: tiles come from the ring's schedules, tensors are fake, and the kernels' own rules answer. The
-table of a document is made anew by ``python -m ringspan.measure.bench.kernels docs/masks.md``.
+Nothing is computed: tiles come from the ring's schedules, tensors are fake, and the kernels' own rules answer.
 """
 
-import re
-import sys
 from collections import Counter
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -20,15 +16,11 @@ from ringspan.core.geometry.mask import Mask, causal, chunked, documents, full, 
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.torch import kernels
 from ringspan.torch.attention.arguments import check_tensors
-from ringspan.torch.kernels.device import DeviceRules, ruled_by, rules_of
 from ringspan.torch.kernels.score_mod import Scores
 
 _RANKS: Final = 4
 _LENGTH: Final = 16384
 _HEADS: Final = 8
-_EVERY_CUDA: Final = DeviceRules(
-    cuts_for_cores=False, capability=(8, 0), has_cudnn=True, has_package=lambda name: name == "triton"
-)
 _NO_CUDA: Final = "it needs a CUDA device, and this machine has none"
 
 
@@ -104,35 +96,3 @@ def _why_not(name: str, where: torch.device) -> str | None:
         why = kernels.why_not(name, probe, probe, Scores(1.0))
     # The kernels speak of the tensors that they were given; here there is only the machine.
     return _NO_CUDA if why and why.startswith("it needs CUDA tensors") else why
-
-
-def markdown() -> str:
-    """Return the table of docs/masks.md: CPUs that multiply bfloat16 quickly, and CUDA devices of compute capability
-    8.0 with cuDNN and Triton as in PyTorch's builds, without the flash-attn packages.
-    """
-    lines = ["| attention | CPU | CUDA |", "| --- | --- | --- |"]
-    cpu = replace(rules_of(torch.device("cpu")), multiplies_16_bits=True)
-    with ruled_by(cpu=cpu, cuda=_EVERY_CUDA):
-        for title, case in CASES.items():
-            cells = (shares(serving(case, torch.device(kind))) for kind in ("cpu", "cuda"))
-            lines.append(f"| {title} | {' | '.join(cells)} |")
-    return "\n".join(lines)
-
-
-def shares(served: dict[str, float]) -> str:
-    """Format names with their shares, unless one kernel does it all."""
-    if len(served) < 2:
-        return next(iter(served), "refused")
-    return ", ".join(f"{name} {share:.0%}" for name, share in served.items())
-
-
-def fill(text: str) -> str:
-    """Return a document with a new table between ``<!-- table kernels -->`` and ``<!-- end -->``."""
-    return re.sub(
-        r"(<!-- table kernels -->\n).*?(\n<!-- end -->)", lambda m: m[1] + markdown() + m[2], text, flags=re.DOTALL
-    )
-
-
-if __name__ == "__main__":
-    document = Path(sys.argv[1])
-    document.write_text(fill(document.read_text(encoding="utf-8")), encoding="utf-8")

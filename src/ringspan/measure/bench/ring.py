@@ -23,7 +23,7 @@ from ringspan.core.geometry.mask import Mask
 from ringspan.core.names import BatchLayoutName, KernelName
 from ringspan.core.schedule.schedule import Schedule, make_schedule
 from ringspan.core.schedule.steps import MESSAGES_PER_HOP
-from ringspan.measure.bench.machine import describe_machine
+from ringspan.measure.machine import describe_machine
 from ringspan.torch import kernels
 from ringspan.torch.attention import ring
 from ringspan.torch.attention.arguments import check_tensors
@@ -68,10 +68,6 @@ def run(case: RingCase) -> dict[str, Any]:
     ``efficiency`` is FLOP/s of the rank's hops over FLOP/s of the fastest single kernel, and ``transfer_share`` the
     part of the time with transfers that they cost, both of the device's own time; ``host_seconds`` are until all work
     is handed to it. ``errors`` are those of out and dq relative to float64, by number of ranks and of one kernel alone.
-
-    Raises:
-        ConfigError: a rank outside of the ring.
-        UnsupportedError: a kernel that cannot serve.
     """
     if not 0 <= case.rank < case.virtual_ranks:
         raise ConfigError(f"--rank {case.rank}: there are {case.virtual_ranks} virtual ranks, from 0 on")
@@ -191,11 +187,7 @@ class Copies:
 
 
 class PlayedRank:
-    """Tensors of one rank, the blocks of the others, and the single sequence to compare with.
-
-    Raises:
-        ConfigError: a rank without any work, or a kernel that cannot serve the case.
-    """
+    """Tensors of one rank, the blocks of the others, and the single sequence to compare with."""
 
     def __init__(self, case: RingCase) -> None:
         self.case, self.device, self.dtype = case, local_device(), getattr(torch, case.dtype)

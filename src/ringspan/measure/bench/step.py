@@ -11,15 +11,13 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from ringspan.core.names import CheckpointName, LayoutName
-from ringspan.measure.bench.machine import describe_machine
-from ringspan.measure.bench.timing import timed
+from ringspan.measure.machine import describe_machine, peak_bytes, timed
 from ringspan.torch.data.batch import shard_batch
 from ringspan.torch.memory.checkpointing import checkpoint_layers
 from ringspan.torch.model.view import view_of
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.runtime.launch import launch, local_device
 from ringspan.torch.runtime.mesh import init_mesh
-from ringspan.train.metrics import peak_bytes
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.cuda import nccl
 
 from ringspan.core.messages.units import shown_bandwidth
-from ringspan.measure.bench.machine import package_version
+from ringspan.measure.machine import package_version
 from ringspan.torch.runtime.launch import local_device
 from ringspan.torch.transport.clock import synchronize
 from ringspan.torch.transport.collectives import gather

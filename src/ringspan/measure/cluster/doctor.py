@@ -2,7 +2,6 @@
 
 import os
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from datetime import timedelta
@@ -22,18 +21,16 @@ from ringspan.core.messages.extras import command, installed
 from ringspan.core.messages.units import shown_speed
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.measure.bench.kernels import kernel_report
-from ringspan.measure.bench.machine import describe_machine, num_cores, package_version
 from ringspan.measure.bench.ring import alone
 from ringspan.measure.cluster.cluster import Problem, examine_ranks, problems_between, versions
+from ringspan.measure.machine import default_ranks, describe_machine, fastest, measure_flops, num_cores, package_version
 from ringspan.measure.trace.rehearsal import host_memory_bytes
 from ringspan.plan.cluster.hardware import min_block_tokens
 from ringspan.torch import kernels
 from ringspan.torch.attention.op import ring_attention
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.runtime.launch import join, launch, local_device
-from ringspan.torch.transport.clock import synchronize
 from ringspan.torch.transport.collectives import gather
-from ringspan.train.metrics import measure_flops
 
 _LEAST: Final = {"torch": (2, 11), "transformers": (5, 17)}  # as in pyproject.toml
 # Packages that something here uses when they are there: what for, and how to get them.
@@ -50,18 +47,11 @@ _SLOW_RANK: Final = 0.7  # of the median rank
 _WRONG: Final = 1e-5  # relative error of the ring in float32, of which 1e-6 is rounding
 
 
-def _tell_nobody(what: str) -> None:
-    pass
-
-
-def examine(ranks: int | None, doing: Callable[[str], None] = _tell_nobody) -> dict[str, Any]:
+def examine(ranks: int | None, doing: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
     """Return the ``ringspan doctor`` report of ``ranks`` local processes, one per device if None; ``doing`` gets
     progress.
-
-    Raises:
-        ConfigError: fewer than one rank, or more than CUDA devices.
     """
-    ranks = _default_ranks() if ranks is None else ranks
+    ranks = default_ranks() if ranks is None else ranks
     doing(f"measuring {ranks} rank{'s' if ranks != 1 else ''} and the links between them")
     try:
         examined = launch(examine_rank, ranks)[0]
@@ -73,7 +63,7 @@ def examine(ranks: int | None, doing: Callable[[str], None] = _tell_nobody) -> d
 
 
 def examine_job(
-    timeout_seconds: float = 120.0, doing: Callable[[str], None] = _tell_nobody
+    timeout_seconds: float = 120.0, doing: Callable[[str], None] = lambda what: None
 ) -> tuple[dict[str, Any], bool]:
     """Return ``examine``'s findings for the job that torchrun has started, and whether this rank shows them."""
     is_first = os.environ["RANK"] == "0"
@@ -89,10 +79,6 @@ def examine_job(
         return report(examine_rank()), is_first
     finally:
         dist.destroy_process_group()
-
-
-def _default_ranks() -> int:
-    return torch.cuda.device_count() if torch.cuda.is_available() else 2
 
 
 def examine_rank() -> dict[str, Any]:
@@ -227,20 +213,7 @@ def attention_flops(device: torch.device, dtype: torch.dtype, *, tokens: int | N
         passes["forward"]()
         passes["backward"]()
 
-    return 14.0 * schedule.num_pairs * heads * head_dim / _fastest(both, device)
-
-
-def _fastest(function: Callable[[], Any], device: torch.device, repeats: int = 4) -> float:
-    """Return the seconds of the quickest call; the first one warms up."""
-    best = float("inf")
-    for repeat in range(repeats + 1):
-        synchronize(device)
-        started = time.perf_counter()
-        function()
-        synchronize(device)
-        if repeat:
-            best = min(best, time.perf_counter() - started)
-    return best
+    return 14.0 * schedule.num_pairs * heads * head_dim / fastest(both, device)
 
 
 def ring_error(group: dist.ProcessGroup) -> float:

@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.units import shown_bytes
+from ringspan.measure.machine import allocated_bytes
 from ringspan.measure.trace import dry_run as dryrun
-from ringspan.measure.trace.peak import allocated_bytes
 from ringspan.measure.trace.tracker import MemoryTracker, train_step
 from ringspan.plan.cost.memory import training_memory
 from ringspan.plan.cost.setting import Setting
@@ -33,10 +33,6 @@ from ringspan.torch.transport.fake import FakeTransport, MessageKey, Nobody
 from ringspan.torch.transport.protocol import transport_registered
 
 _TIMED_STEPS: Final = 3
-
-
-def _tell_nobody(what: str) -> None:
-    pass
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +49,10 @@ class Rehearsal:
     exposed_seconds: float
 
 
-def rehearse_plan(answer: Plan, rank: int, bandwidth: float, doing: Callable[[str], None] = _tell_nobody) -> Rehearsal:
-    """Rehearse the step that a plan proposes; see ``rehearse``.
-
-    Raises:
-        ConfigError: this process's device, or the host, cannot hold it.
-    """
+def rehearse_plan(
+    answer: Plan, rank: int, bandwidth: float, doing: Callable[[str], None] = lambda what: None
+) -> Rehearsal:
+    """Rehearse the step that a plan proposes; see ``rehearse``."""
     device = local_device()
     setting = replace(answer.setting, on_gpu=device.type == "cuda")
     shape = answer.question.shape
@@ -69,11 +63,7 @@ def rehearse_plan(answer: Plan, rank: int, bandwidth: float, doing: Callable[[st
 
 
 def refuse_local_ranks(shape: ModelShape, setting: Setting) -> None:
-    """Check that this machine can hold all ranks of a setting.
-
-    Raises:
-        ConfigError: its devices, or the host that stands in for them, cannot.
-    """
+    """Check that this machine can hold all ranks of a setting."""
     on_gpu = local_device().type == "cuda"
     # Around the ring: with "auto" the route is not known yet, and none needs so much less that a rank then fits.
     needs = training_memory(shape, replace(setting, on_gpu=on_gpu, route="ring")).peak_bytes
@@ -98,23 +88,18 @@ def host_memory_bytes() -> int:
 
 
 def rehearse(
-    config: PreTrainedConfig, setting: Setting, rank: int, bandwidth: float, doing: Callable[[str], None] = _tell_nobody
+    config: PreTrainedConfig,
+    setting: Setting,
+    rank: int,
+    bandwidth: float,
+    doing: Callable[[str], None] = lambda what: None,
 ) -> Rehearsal:
     """Run training steps as ``rank`` of ``ring x replicate`` on this process's device.
 
     ``peak_bytes`` is what the allocator has given out at most in a step (on CUDA ``max_memory_allocated``), kernels'
     own buffers included; ``bytes`` are the tensors at their highest moment by category.
 
-    Args:
-        config: of the model, whose weights are drawn at random.
-        setting: the step; ``on_gpu`` is taken from the device.
-        rank: which one to play.
-        bandwidth: bytes/s at which a neighbour's blocks arrive.
-        doing: told what comes next, each of which may take minutes.
-
-    Raises:
-        ConfigError: a rank outside of the mesh, or a process group that already exists.
-        UnsupportedError: what ``parallelize`` refuses.
+    Weights are drawn at random; a neighbour's blocks arrive at ``bandwidth`` bytes/s; ``doing`` gets each part.
     """
     dryrun.check_rank(config, setting, rank)
     device = local_device()

@@ -240,6 +240,21 @@ def end_step(tracker: MemoryTracker, model: Any, optimizer: torch.optim.Optimize
     optimizer.zero_grad()
 
 
+def held_activations(model: Any, batch: dict[str, Tensor]) -> int:
+    """Return the bytes that the decoder keeps from forward to backward, without parameters gathered by FSDP."""
+    tracker = MemoryTracker()
+    # After the decoder and before the loss, which has gradients of its own.
+    handle = model.base_model.register_forward_hook(lambda *_: tracker.keep())
+    with tracker:
+        tracker.watch("parameters", [*model.parameters(), *model.buffers()])
+        loss = model(**batch).loss
+    handle.remove()
+    held = next((each.bytes["activations"] for each in tracker.moments if each.bytes["activations"]), 0)
+    loss.backward()
+    model.zero_grad()
+    return held
+
+
 # The functions that torch registered as the kernels of the ring's operators.
 _LOOPS: Final[dict[Any, Callable[..., Any]]] = {
     _ops.ringspan.ring_attention.default: attention._forward._init_fn,

@@ -50,10 +50,6 @@ class AdapterConfig(Table):
         return self
 
     def require_extras(self) -> None:
-        """Refuse an adapter where PEFT is not installed.
-
-        Raises:
-            MissingExtraError: naming the extra.
-        """
+        """Refuse an adapter where PEFT is not installed."""
         if self.rank is not None:
             require("an adapter", "peft")

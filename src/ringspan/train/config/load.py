@@ -4,14 +4,20 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from datetime import date, time
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from pydantic import ValidationError
 
 from ringspan.core.errors import ConfigError
+from ringspan.core.files.named import read_small
+from ringspan.core.messages.lines import one_line, refused
 from ringspan.train.config.problems import explain, shown
 from ringspan.train.config.tables import TrainConfig
-from ringspan.train.config.toml import read_toml
+
+_REMEDY: Final = (
+    "; a line is a [table], one key = value or a # comment, and each stands once; strings need quotes, single ones "
+    "around a \\"
+)
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
@@ -19,11 +25,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
     The value of an override is parsed as TOML; what is not TOML is taken as a string, so ``model.dtype=bfloat16`` needs
     no quotes.
-
-    Raises:
-        ConfigError: one line that names the key, its value and the remedy.
     """
-    values = read_toml(path)
+    values = _read_toml(path)
     for override in overrides:
         _apply_override(values, override)
     config = parse_config(values)
@@ -33,15 +36,23 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 
 def parse_config(values: Mapping[str, Any]) -> TrainConfig:
-    """Check the nested values of a configuration; reads no file.
-
-    Raises:
-        ConfigError: one line that names the key, its value and the remedy.
-    """
+    """Check the nested values of a configuration; reads no file."""
     try:
         return TrainConfig.model_validate(dict(values))
     except ValidationError as error:
         raise ConfigError(explain(error, TrainConfig)) from error
+
+
+def _read_toml(path: str | Path) -> dict[str, Any]:
+    try:
+        text = read_small(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); give the path of a TOML file") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: is not valid TOML: {one_line(error)}; save it as UTF-8 text") from error
+    # A number of thousands of digits is a ValueError, and brackets as deep a RecursionError.
+    with refused(f"{path}: is not valid TOML", ValueError, RecursionError, remedy=_REMEDY):
+        return tomllib.loads(text)
 
 
 def _apply_override(values: dict[str, Any], override: str) -> None:

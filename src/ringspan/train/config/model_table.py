@@ -8,7 +8,7 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from ringspan.core.errors import ConfigError
 from ringspan.core.files.named import read_small
-from ringspan.core.messages.lines import one_line
+from ringspan.core.messages.lines import refused
 from ringspan.core.names import DtypeName
 from ringspan.train.config.problems import shown
 from ringspan.train.config.table import Table
@@ -93,12 +93,7 @@ class ModelConfig(Table):
         return self.tokenizer or self.path
 
     def config_values(self) -> dict[str, Any]:
-        """The Hugging Face config values of a model from scratch, read from the file where config is a path.
-
-        Raises:
-            ConfigError: the file is missing or no JSON object, model_type is missing, or vocab_size is too small for
-                the tokenizer that is to be trained.
-        """
+        """The Hugging Face config values of a model from scratch, read from the file where config is a path."""
         values = self.config
         if isinstance(values, str):
             values = _read_json(values)
@@ -116,14 +111,11 @@ class ModelConfig(Table):
 
 
 def _read_json(path: str) -> Any:
+    where = f"model.config = {json.dumps(path)}"
     try:
-        return json.loads(read_small(Path(path).expanduser()))
+        with refused(f"{where}: is not valid JSON", ValueError, RecursionError, remedy="; repair it"):
+            return json.loads(read_small(Path(path).expanduser()))
     except OSError as error:
         raise ConfigError(
-            f"model.config = {json.dumps(path)}: cannot be read ({error.strerror}); give a table or the path of a "
-            "config.json"
-        ) from error
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"model.config = {json.dumps(path)}: is not valid JSON: {one_line(error)}; repair it"
+            f"{where}: cannot be read ({error.strerror}); give a table or the path of a config.json"
         ) from error

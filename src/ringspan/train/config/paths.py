@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from ringspan.core.errors import ConfigError
-from ringspan.core.messages.lines import one_line
+from ringspan.core.messages.lines import refused
 
 # Offsets of Arrow strings are 32-bit.
 _MAX_TEXT_BYTES: Final = (1 << 31) - 1
@@ -21,37 +21,13 @@ class FoundFiles:
     left_out: list[str] = field(default_factory=list)
 
 
-def refuse_missing(paths: Iterable[str]) -> None:
-    """Refuse data.paths that name nothing; data sets of the Hub are not asked for.
-
-    Raises:
-        ConfigError: a path does not exist, or cannot be looked at.
-    """
-    for name in paths:
-        if name.startswith("hub:"):
-            continue
-        try:
-            if Path(name).expanduser().exists():
-                continue
-        except (OSError, RuntimeError) as error:  # too long a name; no such user
-            raise ConfigError(f'data.paths = "{name}": cannot be read: {error}; correct it') from error
-        raise ConfigError(
-            f'data.paths = "{name}": does not exist in {Path.cwd()}; correct it, or write "hub:{name}" for the Hub'
-        )
-
-
 def find_files(paths: Iterable[str], extensions: Sequence[str]) -> FoundFiles:
-    """The files that local paths name, or those below them with such an ending; one that is reached twice, once.
-
-    Raises:
-        ConfigError: a path does not exist, or is no file that can be read; a folder holds no such file; a file is too
-            large for one document. One line each.
-    """
+    """The files that local paths name, or those below them with such an ending; one that is reached twice, once."""
     endings = tuple(extension.lower() for extension in extensions)
     files: dict[Path, Path] = {}  # by resolved path, so that a file reached twice is one document
     left_out: list[str] = []
     for name in paths:
-        try:
+        with refused(f'data.paths = "{name}": cannot be read', OSError, RuntimeError, remedy="; correct it"):
             for file in _files_at(Path(name).expanduser(), name, endings, left_out):
                 size = file.stat().st_size
                 if size > _MAX_TEXT_BYTES and file.suffix.lower() not in (".jsonl", ".parquet"):
@@ -59,8 +35,6 @@ def find_files(paths: Iterable[str], extensions: Sequence[str]) -> FoundFiles:
                         f'data.paths = "{file}": is larger than 2 GiB; split it, or make it a .jsonl file'
                     )
                 files.setdefault(file.resolve(), file)
-        except (OSError, RuntimeError) as error:
-            raise ConfigError(f'data.paths = "{name}": cannot be read: {one_line(error)}; correct it') from error
     return FoundFiles(files=list(files.values()), left_out=left_out)
 
 
@@ -76,7 +50,10 @@ def _files_at(path: Path, name: str, endings: tuple[str, ...], left_out: list[st
                 f'data.paths = "{name}": no file in it ends in {listed(endings)}; correct it or data.extensions'
             )
         return files
-    refuse_missing([name])
+    if not path.exists():
+        raise ConfigError(
+            f'data.paths = "{name}": does not exist in {Path.cwd()}; correct it, or write "hub:{name}" for the Hub'
+        )
     if not path.is_file():
         raise ConfigError(f'data.paths = "{name}": is no file that can be read twice; write what it gives into one')
     return [path]

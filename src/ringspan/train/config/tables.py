@@ -293,11 +293,7 @@ class TrainConfig(Table):
         return self
 
     def require_extras(self) -> None:
-        """Refuse a run that needs what is not installed here.
-
-        Raises:
-            MissingExtraError: one of the packages that read text is missing, or that draw a profile where one is asked.
-        """
+        """Refuse a run that needs what is not installed here."""
         require("training", "datasets")
         self.adapter.require_extras()
         if self.profile:
@@ -318,13 +314,7 @@ class TrainConfig(Table):
         return StepConfig(**options | chosen, compute_dtype=self.model.dtype, watchdog=False)
 
     def resolve_mesh(self, world_size: int) -> tuple[int, int]:
-        """The mesh (replicate, ring) for this number of processes; the sequence is known to fill the ring.
-
-        Raises:
-            ConfigError: ring times replicate times tp is not world_size, the sequence has fewer tokens than the layout
-                has chunks (two per rank for zigzag, one for the others), or the route does not exist for such a ring or
-                such a communication dtype.
-        """
+        """The mesh (replicate, ring) for this number of processes; the sequence is known to fill the ring."""
         replicate, tp = self.mesh.replicate, self.mesh.tp
         what, others = f"mesh.replicate = {replicate}", replicate * tp
         if tp > 1:

@@ -5,10 +5,10 @@ import textwrap
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from ringspan.train.config.problems import table_of
 from ringspan.train.config.tables import TrainConfig
 
 _WIDTH: Final = 100
@@ -24,7 +24,7 @@ current directory."""
 def config_template(name: str) -> str:
     """The text of a TOML file called ``name``, which ``load_config`` takes as it is."""
     fields = TrainConfig.model_fields
-    tables: dict[str, Any] = {key: field.annotation for key, field in fields.items() if _is_table(field)}
+    tables: dict[str, Any] = {key: field.annotation for key, field in fields.items() if table_of(field)}
     lines = [*_comment(_HEAD.format(name=name)), ""]
     for key, field in fields.items():
         if key not in tables:
@@ -35,10 +35,6 @@ def config_template(name: str) -> str:
         for inner, field in table.model_fields.items():
             lines += _key(inner, field, f"{key}.{inner}")
     return "\n".join(lines) + "\n"
-
-
-def _is_table(field: FieldInfo) -> bool:
-    return isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel)
 
 
 def _key(key: str, field: FieldInfo, path: str) -> Iterator[str]:

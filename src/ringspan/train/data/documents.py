@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import pyarrow as pa
 import pyarrow.parquet
@@ -16,7 +16,7 @@ from datasets.exceptions import DatasetGenerationError
 
 from ringspan.core.errors import ConfigError
 from ringspan.core.files.named import why_no_folder
-from ringspan.core.messages.lines import one_line
+from ringspan.core.messages.lines import one_line, refused
 from ringspan.plan.model.hub import from_hub
 from ringspan.train.config.data_table import DataConfig
 from ringspan.train.config.paths import FoundFiles, find_files, listed
@@ -25,6 +25,8 @@ logger = logging.getLogger(__name__)
 # Part of each cache key: raise it when the same files would give other documents.
 _CACHE_VERSION = 1
 _BATCH_BYTES = 8 << 20
+NOT_UTF8: Final = object()
+"""In place of a row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,10 +53,6 @@ def scan_documents(config: DataConfig) -> DocumentScan:
 
     A .json or .jsonl object and a .parquet row are one document each, any other file is one document. A file reached
     twice is read once. Files that are not UTF-8, null texts and empty texts are skipped and counted.
-
-    Raises:
-        ConfigError: a missing path, no file or text, a text field that is missing or no string, a malformed file, or a
-            Hub dataset that cannot be loaded. One line each.
     """
     cache = Path(caches.HF_DATASETS_CACHE)
     if reason := why_no_folder(cache):
@@ -117,7 +115,8 @@ def _read_files(stamps: Sequence[tuple[str, int, int]], text_field: str, version
     for name, *stamp in stamps:
         path = Path(name)
         read = _READERS.get(path.suffix.lower(), _read_text)
-        try:
+        where, kinds = f'data.paths = "{path}"', (OSError, pa.ArrowException, ValueError, RecursionError)
+        with refused(f"{where}: cannot be read", *kinds, remedy="; repair or remove it"):
             num_rows = 0
             for text in read(path, text_field):
                 num_rows += 1
@@ -125,39 +124,34 @@ def _read_files(stamps: Sequence[tuple[str, int, int]], text_field: str, version
             if not num_rows:
                 yield {"text": ""}  # so that a file without rows is counted as empty
             if stamp != [path.stat().st_size, path.stat().st_mtime_ns]:  # it would be cached under the old stamp
-                raise ConfigError(f'data.paths = "{path}": changed while it was read; start again when it is complete')
-        except ConfigError:
-            raise
-        except (OSError, pa.ArrowException, ValueError, RecursionError) as error:
-            raise ConfigError(
-                f'data.paths = "{path}": cannot be read: {one_line(error)}; repair or remove it'
-            ) from error
+                raise ConfigError(f"{where}: changed while it was read; start again when it is complete")
 
 
 def _read_text(path: Path, text_field: str) -> Iterator[str | None]:
     yield _decoded(path.read_bytes())
 
 
-def _read_jsonl(path: Path, text_field: str) -> Iterator[str | None]:
+def _read_json(path: Path, text_field: str) -> Iterator[str | None]:
+    for place, row in json_rows(path):
+        yield None if row is NOT_UTF8 else _field_of(row, text_field, place)
+
+
+def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the rows of a .jsonl file, or of a .json file, which is read as a whole, each with its place."""
+    is_whole = path.suffix.lower() == ".json"
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        for number, line in enumerate([file.read()] if is_whole else file, start=1):
+            place = str(path) if is_whole else f"{path}:{number}"
             text = _decoded(line)
             if text is None:
-                yield None
-            # A last line break is no document.
-            elif text.strip():
-                yield _field_of(_parsed(text, f"{path}:{number}"), text_field, f"{path}:{number}")
-
-
-def _read_json(path: Path, text_field: str) -> Iterator[str | None]:
-    """Read a list of objects or one object; unlike .jsonl, the file is read as a whole."""
-    text = _decoded(path.read_bytes())
-    if text is None or not text.strip():
-        yield text
-        return
-    rows = _parsed(text, str(path))
-    for number, row in enumerate(rows if isinstance(rows, list) else [rows]):
-        yield _field_of(row, text_field, f"{path}[{number}]")
+                yield place, NOT_UTF8
+            elif text.strip():  # a last line break is no document
+                with refused(f'data.paths = "{place}": is not valid JSON', ValueError, remedy="; repair or remove it"):
+                    row = json.loads(text)
+                if is_whole and isinstance(row, list):
+                    yield from ((f"{path}[{index}]", each) for index, each in enumerate(row))
+                else:
+                    yield (f"{path}[0]" if is_whole else place), row
 
 
 def _read_parquet(path: Path, text_field: str) -> Iterator[str | None]:
@@ -177,7 +171,7 @@ def _read_parquet(path: Path, text_field: str) -> Iterator[str | None]:
 
 _READERS: dict[str, Callable[[Path, str], Iterator[str | None]]] = {
     ".json": _read_json,
-    ".jsonl": _read_jsonl,
+    ".jsonl": _read_json,
     ".parquet": _read_parquet,
 }
 
@@ -187,15 +181,6 @@ def _decoded(data: bytes) -> str | None:
         return data.decode("utf-8-sig")  # a byte order mark is no text
     except UnicodeDecodeError:
         return None
-
-
-def _parsed(text: str, place: str) -> Any:
-    try:
-        return json.loads(text)
-    except ValueError as error:
-        raise ConfigError(
-            f'data.paths = "{place}": is not valid JSON: {one_line(error)}; repair or remove it'
-        ) from error
 
 
 def _field_of(row: Any, text_field: str, place: str) -> str | None:
@@ -220,13 +205,10 @@ def _no_field(place: str, text_field: str, fields: Sequence[str]) -> ConfigError
 
 def _load_hub(path: str, config: DataConfig) -> Dataset:
     name, _, configuration = path.removeprefix("hub:").partition(":")
-    try:
-        with from_hub(f'data.paths = "{path}"', name):
-            dataset = load_dataset(name, configuration or None, split=config.hub_split)
-    except ConfigError:
-        raise
-    except Exception as error:  # no common base: network, permission, missing split, malformed files
-        raise ConfigError(f'data.paths = "{path}": cannot be loaded: {one_line(error)}; check its name') from error
+    where = f'data.paths = "{path}"'
+    # No common base: network, permission, missing split, malformed files.
+    with refused(f"{where}: cannot be loaded", Exception, remedy="; check its name"), from_hub(where, name):
+        dataset = load_dataset(name, configuration or None, split=config.hub_split)
     field = config.text_field
     if field not in dataset.column_names:
         raise _no_field(path, field, dataset.column_names)

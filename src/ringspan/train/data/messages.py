@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from ringspan.core.errors import ConfigError
-from ringspan.core.messages.lines import one_line
+from ringspan.core.messages.lines import refused
 from ringspan.train.config.data_table import DataConfig
 from ringspan.train.config.paths import find_files
+from ringspan.train.data.documents import NOT_UTF8, json_rows
 
 # What a part of a message may be beside text, and the keys that transformers' processors know its path by.
 MEDIA: Final = ("image", "video", "audio")
@@ -55,11 +56,7 @@ class Conversations:
 
 
 def read_conversations(config: DataConfig) -> Conversations:
-    """Read the conversations in the field ``config.messages`` of local files.
-
-    Raises:
-        ConfigError: no conversation, unusable messages, an unknown part type, a missing file or a URL; names the row.
-    """
+    """Read the conversations in the field ``config.messages`` of local files."""
     field_ = config.messages
     assert field_ is not None, "asked by the caller"
     for path in config.paths:
@@ -78,20 +75,12 @@ def read_conversations(config: DataConfig) -> Conversations:
 
 
 def _rows(file: Path) -> Iterator[tuple[str, Any]]:
-    """Yield each row with its location; for a .json file, the objects of its list."""
-    place = str(file)
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-        if file.suffix.lower() == ".json":
-            rows = json.loads(text)
-            yield from ((f"{file}[{number}]", row) for number, row in enumerate(rows if _is_list(rows) else [rows]))
-            return
-        for number, line in enumerate(text.split("\n"), start=1):  # JSON may hold what ends lines elsewhere
-            place = f"{file}:{number}"
-            if line.strip():
-                yield place, json.loads(line)
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(f'data.paths = "{place}": cannot be read: {one_line(error)}; repair it') from error
+    where = f'data.paths = "{file}": cannot be read'
+    with refused(where, OSError, ValueError, RecursionError, remedy="; repair it"):
+        for place, row in json_rows(file):
+            if row is NOT_UTF8:
+                raise ConfigError(f'data.paths = "{place}": is not UTF-8 text; repair it')
+            yield place, row
 
 
 def _example(row: Any, name: str, place: str, folder: Path) -> Example:

@@ -46,11 +46,7 @@ def describe(data: Data) -> dict[str, Any]:
 
 
 def compare(run: Path, settings: DataConfig, data: Data) -> str | None:
-    """Describe the change of a run's text since its last start, and record the new text; None if unchanged.
-
-    Raises:
-        ConfigError: the record cannot be read; or the text has changed, and data.on_change is "refuse".
-    """
+    """Describe the change of a run's text since its last start, and record the new text; None if unchanged."""
     now = describe(data)
     try:
         before = json.loads((run / _DATA).read_text(encoding="utf-8"))

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ringspan.core.errors import ConfigError
-from ringspan.core.messages.lines import one_line
+from ringspan.core.messages.lines import refused
 from ringspan.torch.data.batch import IGNORED
 from ringspan.torch.data.media import MEDIA as INPUTS
 from ringspan.train.data.messages import MEDIA, Example
@@ -100,11 +100,7 @@ class SeenSequences:
         return sequence
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Return some sequences as one whole batch: (B, S), and the images of all, concatenated.
-
-        Raises:
-            ConfigError: an example that is too long or that its processor refuses; names it.
-        """
+        """Return some sequences as one whole batch: (B, S), and the images of all, concatenated."""
         rows = [self[index] for index in indices]
         found: dict[str, Tensor] = {}
         for name in {name: None for row in rows for name in row}:
@@ -139,22 +135,15 @@ class SeenSequences:
         options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
         if self._marks_answers:
             options["return_assistant_tokens_mask"] = True
-        try:
+        where = f"{example.place}: {type(self._processor).__name__}"
+        with (
+            # Of any processor and template: a size that it refuses, a file that is no image.
+            refused(f"{where} refuses it", Exception, remedy="; correct the example"),
+            refused(f"{where} needs a package that is missing", ImportError, remedy=f"; {VIDEO_REMEDY}"),
+        ):
             made = dict(self._processor.apply_chat_template([messages], **options))
-        except ImportError as error:
-            raise ConfigError(
-                f"{example.place}: {type(self._processor).__name__} needs a package that is missing: "
-                f"{one_line(error)}; {VIDEO_REMEDY}"
-            ) from error
-        except Exception as error:  # of any processor and template: a size that it refuses, a file that is no image
-            raise ConfigError(
-                f"{example.place}: {type(self._processor).__name__} refuses it: {one_line(error)}; correct the example"
-            ) from error
         if unknown := sorted(set(made) - INPUTS - {"input_ids", "attention_mask", "assistant_masks"}):
-            raise ConfigError(
-                f"{example.place}: {type(self._processor).__name__} makes {', '.join(unknown)}, which rs.shard_batch "
-                "does not take"
-            )
+            raise ConfigError(f"{where} makes {', '.join(unknown)}, which rs.shard_batch does not take")
         return made
 
 
@@ -162,10 +151,8 @@ def _frames(names: list[str], place: str) -> NDArray[np.uint8]:
     """Read the frames of a video given as images, (F, H, W, 3)."""
     from PIL import Image
 
-    try:
+    with refused(f"{place}: a frame cannot be read", OSError, remedy="; repair it"):
         frames = [np.asarray(Image.open(name).convert("RGB")) for name in names]
-    except OSError as error:
-        raise ConfigError(f"{place}: a frame cannot be read: {one_line(error)}; repair it") from error
     if len({frame.shape for frame in frames}) > 1:
         raise ConfigError(f"{place}: the frames of its video have different sizes; scale them to one")
     return np.stack(frames)

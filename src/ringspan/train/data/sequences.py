@@ -158,11 +158,7 @@ class Data:
 
 
 def build_seen(config: TrainConfig, processor: Any) -> Data:
-    """Build the sequences of a run on conversations (data.messages), the last ones held out.
-
-    Raises:
-        ConfigError: as ``read_conversations``, or there are too few.
-    """
+    """Build the sequences of a run on conversations (data.messages), the last ones held out."""
     settings, conversations = config.data, read_conversations(config.data)
     examples = conversations.examples
     held_out = math.ceil(settings.eval_fraction * len(examples))
@@ -205,9 +201,6 @@ def build_data(
     """Build documents, tokens and sequences of a run for a model with this vocabulary; reuse a scan if given.
 
     The first call fills the cache of `datasets`; later ones only map its files. Let one process per node call first.
-
-    Raises:
-        ConfigError: as `scan_documents`, or too few tokens for a sequence, or a token that the model lacks.
     """
     settings = config.data
     scan = scan or scan_documents(settings)

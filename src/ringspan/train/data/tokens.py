@@ -27,9 +27,6 @@ def train_tokenizer(documents: Dataset, vocab_size: int) -> PreTrainedTokenizerF
     """Train a byte-level BPE tokenizer of at most `vocab_size` tokens; any text round-trips; training is deterministic.
 
     `<|endoftext|>` (id 0) closes a document and pads. A short text yields fewer tokens than requested.
-
-    Raises:
-        ConfigError: vocab_size is below 257, the bytes and `<|endoftext|>`.
     """
     if vocab_size < MIN_VOCAB_SIZE:
         raise ConfigError(
@@ -162,11 +159,7 @@ class TokenStream:
         return np.concatenate([[start], self.document_starts[first:last]])
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Read the tokens at positions [start, stop). int64, (stop - start,).
-
-        Raises:
-            IndexError: positions outside the stream.
-        """
+        """Read the tokens at positions [start, stop). int64, (stop - start,)."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"[{start}, {stop}) is not within a stream of {len(self)} tokens")
         out = np.empty(stop - start, np.int64)

@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ringspan.checkpoints.manifest import TensorEntry, read_manifest, verify
+from ringspan.checkpoints.shards import Chunk, opened_shards, read_chunk
 from ringspan.core.errors import CheckpointError, ConfigError
 from ringspan.core.files.named import read_small
-from ringspan.core.messages.lines import one_line
+from ringspan.core.messages.lines import refused
 from ringspan.torch.layers.positions import as_trained, note_length
 from ringspan.torch.weights.deferred import Region, deferred, shape_of
 from ringspan.torch.weights.loading import auto_class
 from ringspan.torch.weights.saving import plan_files, saved_names
 from ringspan.torch.weights.writing import MAX_SHARD_SIZE, missing_room
-from ringspan.train.checkpoints.manifest import TensorEntry, read_manifest, verify
 from ringspan.train.data.origin import tokenizer_of
 from ringspan.train.model import load_model_config
 from ringspan.train.run_folder.export import put_beside, scratch_beside, write_configs
@@ -35,12 +35,7 @@ def export_checkpoint(
     max_shard_size: int | str = MAX_SHARD_SIZE,
     doing: Callable[[str], None] = lambda what: None,
 ) -> tuple[int, int]:
-    """Export a checkpoint (the newest if ``step`` is None) like ``<run>/model``; return its step and weight bytes.
-
-    Raises:
-        ConfigError: the folder exists, the run folder is none, or there is no checkpoint of that step.
-        CheckpointError: a file is missing, damaged or of another save; or the disk is too small.
-    """
+    """Export a checkpoint (the newest if ``step`` is None) like ``<run>/model``; return its step and weight bytes."""
     if folder.exists():
         raise ConfigError(f"{folder}: is there already; give another folder, or remove it")
     config, saved = _config_of(run), _checkpoint_of(run, step)
@@ -69,30 +64,24 @@ def export_checkpoint(
     folder.parent.mkdir(parents=True, exist_ok=True)
     if problem := missing_room(folder.parent, plan.num_bytes):
         raise CheckpointError(problem)
-    try:
-        with scratch_beside(folder) as scratch:
-            with as_trained(plain):
-                write_configs(scratch, plain.config, dtype)
-            for number, name in enumerate(plan.files, start=1):
-                doing(f"writing file {number} of {len(plan.files)}")
-                plan.write(name, scratch)
-            plan.write_index(scratch, plain.num_parameters())
-            if tokenizer := tokenizer_of(run):
-                shutil.copytree(tokenizer, scratch, dirs_exist_ok=True)
-            put_beside(scratch, folder)
-    except OSError as error:
-        raise CheckpointError(f"{folder} was not written: {one_line(error)}") from error
+    with refused(f"{folder} was not written", OSError, error_type=CheckpointError), scratch_beside(folder) as scratch:
+        with as_trained(plain):
+            write_configs(scratch, plain.config, dtype)
+        for number, name in enumerate(plan.files, start=1):
+            doing(f"writing file {number} of {len(plan.files)}")
+            plan.write(name, scratch)
+        plan.write_index(scratch, plain.num_parameters())
+        if tokenizer := tokenizer_of(run):
+            shutil.copytree(tokenizer, scratch, dirs_exist_ok=True)
+        put_beside(scratch, folder)
     return manifest.step, plan.num_bytes
 
 
 def _config_of(run: Path) -> Any:
-    try:
-        config, _ = recorded(json.loads(read_small(run / RECORD))["config"])
-    except FileNotFoundError:
-        raise ConfigError(f"{run}: is no folder of a run ({RECORD} is missing)") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{run / RECORD}: is not the record of a run: {one_line(error)}") from error
-    return config
+    if not (run / RECORD).exists():
+        raise ConfigError(f"{run}: is no folder of a run ({RECORD} is missing)")
+    with refused(f"{run / RECORD}: is not the record of a run", OSError, ValueError, KeyError, TypeError):
+        return recorded(json.loads(read_small(run / RECORD))["config"])[0]
 
 
 def _checkpoint_of(run: Path, step: int | None) -> Path:
@@ -115,25 +104,11 @@ class _Saved:
     def __init__(self, folder: Path, name: str, entry: TensorEntry, place: int) -> None:
         self.name, self.shape, self.dtype = name, entry.shape, getattr(torch, entry.dtype)
         self.place: tuple[int, int] = (place, 0)
-        self._folder, self._pieces = folder, entry.pieces
+        self._folder, self._entry = folder, entry
 
     def read(self, region: Region) -> Tensor:
         """Read a part from the pieces that overlap it."""
-        result = torch.empty(shape_of(region), dtype=self.dtype)
-        for piece in self._pieces:
-            here: list[slice] = []
-            there: list[slice] = []
-            for wanted, offset, size in zip(region, piece.offset, piece.shape, strict=True):
-                low, high = max(wanted.start, offset), min(wanted.stop, offset + size)
-                here.append(slice(low - wanted.start, high - wanted.start))
-                there.append(slice(low - offset, high - offset))
-            if any(each.start >= each.stop for each in there):
-                continue
-            path = self._folder / piece.file
-            try:
-                with safe_open(path, "pt") as file:
-                    stored = file.get_slice(self.name)
-                    result[tuple(here)] = stored[tuple(there)] if there else file.get_tensor(self.name)
-            except (SafetensorError, OSError, ValueError) as error:
-                raise CheckpointError(f"{path}: {self.name}: {one_line(error)}") from error
-        return result
+        chunk = Chunk(tuple(each.start for each in region), torch.empty(shape_of(region), dtype=self.dtype))
+        with opened_shards(self._folder) as shard:
+            read_chunk(chunk, self.name, self._entry, self._folder, shard)
+        return chunk.data

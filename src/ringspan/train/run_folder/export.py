@@ -19,8 +19,7 @@ from ringspan.torch.model.saving import voted
 from ringspan.torch.weights.loading import auto_class
 from ringspan.torch.weights.saving import plan_weights, write_weights
 from ringspan.torch.weights.writing import MAX_SHARD_SIZE, missing_room
-from ringspan.train.adapter import write_adapter
-from ringspan.train.merging import plan_merged
+from ringspan.train.adapter import plan_merged, write_adapter
 
 if TYPE_CHECKING:  # it reads text, which folders are written without
     from ringspan.train.model import Tokenizer

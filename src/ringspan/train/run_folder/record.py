@@ -1,8 +1,7 @@
-"""The identity of a run, read from its folder without a framework: a new run, one to resume, or another."""
+"""The folder of a run without a framework: what it says of the run, its lock, and the result."""
 
 import json
 import uuid
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -10,8 +9,11 @@ from typing import Any, Final
 from pydantic import BaseModel
 
 from ringspan.core.errors import ConfigError
+from ringspan.core.files.lock import FileLock
 from ringspan.core.files.named import read_small, why_no_folder
+from ringspan.core.messages.changes import differences
 from ringspan.train.config.load import parse_config
+from ringspan.train.config.paths import find_files
 from ringspan.train.config.problems import table_of
 from ringspan.train.config.tables import TrainConfig
 
@@ -37,11 +39,7 @@ class RunRecord:
 
 
 def read_record(config: TrainConfig) -> RunRecord:
-    """Read the record of ``config.run`` and return it for a new run or one to resume.
-
-    Raises:
-        ConfigError: the folder cannot be one of a run, holds something else, or has another seed, model or data.
-    """
+    """Read the record of ``config.run`` and return it for a new run or one to resume."""
     run = Path(config.run)
     if reason := why_no_folder(run):
         raise unusable(run, reason)
@@ -104,8 +102,17 @@ def _known(values: Any, table: type[BaseModel], prefix: str, unknown: list[str])
     return kept
 
 
-def refuse_finished(config: TrainConfig) -> None:
-    """Raise ConfigError for a finished run, by its folder and before loading; its checkpoints are not opened."""
+def check_run(config: TrainConfig) -> RunRecord:
+    """Refuse without a framework: missing packages and text, and the folder of another or a finished run."""
+    config.require_extras()
+    find_files((path for path in config.data.paths if not path.startswith("hub:")), config.data.extensions)
+    record = read_record(config)
+    _refuse_finished(config)
+    return record
+
+
+def _refuse_finished(config: TrainConfig) -> None:
+    """Raise ConfigError for a finished run by its folder; its checkpoints are not opened."""
     run = Path(config.run)
     try:
         step = int(read_small(run / EXPORTED))
@@ -129,10 +136,23 @@ def unusable(run: Path, why: str | OSError) -> ConfigError:
     return ConfigError(f'run = "{run}": cannot be the folder of a run ({reason}); choose another with run=...')
 
 
-def differences(before: Any, now: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """List the differing values of nested tables: dotted name, and both values."""
-    if isinstance(before, dict) and isinstance(now, dict):
-        for key in [*before, *(key for key in now if key not in before)]:
-            yield from differences(before.get(key), now.get(key), f"{prefix}.{key}" if prefix else key)
-    elif before != now:
-        yield prefix, before, now
+class RunLock(FileLock):
+    """The lock that rank 0 holds from when it has found or made the run's folder until the run ends."""
+
+    def __init__(self, run: Path) -> None:
+        remedy = "wait for it, or choose another with run=..."
+        super().__init__(run / "lock", f'run = "{run}": is being trained by', remedy)
+
+
+@dataclass
+class TrainResult:
+    """The result of a finished run: its folder, last losses and origin."""
+
+    run: str
+    model: str
+    steps: int
+    loss: float
+    eval_loss: float | None
+    facts: dict[str, Any] = field(default_factory=dict)
+    stopped_by: str | None = None
+    """The signal that ended the run early; starting it again resumes it."""

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import logsigmoid
 
 import ringspan as rs
-from ringspan.measure.trace.peak import allocated_bytes
+from ringspan.measure.machine import allocated_bytes
 from tests.cases import long
 from tests.torch.layers.blockwise.test_head import alter, halve
 from tests.torch.models import build, relative, tokens, whole_gradients

@@ -18,12 +18,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from ringspan.core.errors import CheckpointError
-from ringspan.core.files.disk import sync_folder, write_synced
-from ringspan.torch.runtime.launch import local_device
-from ringspan.torch.runtime.timeout import world_timeout_seconds
-from ringspan.torch.transport.collectives import gather
-from ringspan.train.checkpoints.manifest import (
+from ringspan.checkpoints.manifest import (
     MANIFEST,
     FileEntry,
     Manifest,
@@ -33,7 +28,12 @@ from ringspan.train.checkpoints.manifest import (
     read_manifest,
     verify,
 )
-from ringspan.train.checkpoints.shards import Chunk, Part, dtype_name, read_tensors, write_shard, written_by_me
+from ringspan.checkpoints.shards import Chunk, Part, dtype_name, read_tensors, write_shard, written_by_me
+from ringspan.core.errors import CheckpointError
+from ringspan.core.files.disk import sync_folder, write_synced
+from ringspan.torch.runtime.launch import local_device
+from ringspan.torch.runtime.timeout import world_timeout_seconds
+from ringspan.torch.transport.collectives import gather
 
 _LATEST: Final = "latest"
 _HEADROOM_BYTES: Final = 1 << 20  # headers, the manifest, and folders
@@ -96,19 +96,19 @@ class Checkpoints:
     ) -> CheckpointError | None:
         """Start to save the current values, unless the step is saved; return the error of the previous save, if any.
 
-        Args:
-            step: its number; an existing checkpoint of that step is replaced only when this one is complete.
-            shared: tensors of the whole job by name: split ones, or plain tensors that are the same on every rank.
-            own: plain tensors that belong to this rank alone.
-            state: JSON values, the same on every rank.
-            mesh: sizes of the mesh, for information.
-            layout: layout of the sequences, for information.
+        An existing checkpoint of that step is replaced only when this one is complete. ``shared`` are tensors of the
+        whole job, split or the same on every rank; ``own`` belong to this rank; ``state`` are JSON values, the same on
+        every rank; ``mesh`` and ``layout`` are for information.
         """
         # One save at a time: two would need twice the memory, and could commit in the other order.
         earlier = self.wait()
         if step == self.newest_step:
             return earlier
-        snapshot = self._snapshot(step, shared, own, state, dict(mesh), layout)
+        mine = {_own_name(self._rank, name): tensor for name, tensor in own.items()}
+        chunks = {name: chunk.on_cpu() for name, tensor in shared.items() for chunk in written_by_me(tensor)}
+        chunks |= {name: Chunk((0,) * tensor.ndim, tensor).on_cpu() for name, tensor in mine.items()}
+        whole = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in {**shared, **mine}.items()}
+        snapshot = _Snapshot(step=step, chunks=chunks, whole=whole, mesh=dict(mesh), layout=layout, state=state)
         self._thread = threading.Thread(target=self._save, args=(snapshot,), name=f"save step {step}", daemon=True)
         self._thread.start()
         return earlier if self._asynchronous else self.wait() or earlier
@@ -140,11 +140,7 @@ class Checkpoints:
         return found
 
     def check(self, folder: Path) -> Manifest:
-        """Verify one checkpoint and return its manifest.
-
-        Raises:
-            CheckpointError: on all ranks; names the file and the defect.
-        """
+        """Verify one checkpoint and return its manifest. Errors are raised on all ranks."""
 
         def work() -> str:
             nonlocal manifest
@@ -168,8 +164,7 @@ class Checkpoints:
     ) -> None:
         """Fill tensors in place from a checked checkpoint, saved on any mesh; ``own`` needs the same number of ranks.
 
-        Raises:
-            CheckpointError: on all ranks, if a tensor is missing or has another shape or dtype.
+        Errors are raised on all ranks.
         """
         mine = {_own_name(self._rank, name): tensor for name, tensor in (own or {}).items()}
         self._together("", lambda: read_tensors(folder, manifest, {**shared, **mine}))
@@ -179,23 +174,6 @@ class Checkpoints:
         error = self.wait()
         dist.destroy_process_group(self._group)
         return error
-
-    def _snapshot(
-        self,
-        step: int,
-        shared: Mapping[str, Tensor | Part],
-        own: Mapping[str, Tensor],
-        state: dict[str, Any],
-        mesh: dict[str, int],
-        layout: str,
-    ) -> _Snapshot:
-        chunks = {name: chunk.on_cpu() for name, tensor in shared.items() for chunk in written_by_me(tensor)}
-        whole = {name: (dtype_name(tensor), tuple(tensor.shape)) for name, tensor in shared.items()}
-        for name, tensor in own.items():
-            mine = _own_name(self._rank, name)
-            chunks[mine] = Chunk((0,) * tensor.ndim, tensor).on_cpu()
-            whole[mine] = dtype_name(tensor), tuple(tensor.shape)
-        return _Snapshot(step=step, chunks=chunks, whole=whole, mesh=mesh, layout=layout, state=state)
 
     def _save(self, snapshot: _Snapshot) -> None:
         complete = self.folder / f"step_{snapshot.step:08d}"

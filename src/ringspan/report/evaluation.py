@@ -1,6 +1,7 @@
-"""Pictures of ``ringspan eval`` for several models: accuracy by length and depth, and loss by position."""
+"""Pictures and page of ``ringspan eval`` for several models: accuracy by length and depth, and loss by position."""
 
 from collections.abc import Sequence
+from html import escape
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,8 @@ from ringspan.report.drawing import (
     svg,
     text,
 )
+from ringspan.report.page import command, element, page, section, table, write_whole
+from ringspan.report.page import picture as drawn
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -36,6 +39,57 @@ def short_names(results: Sequence[Result]) -> list[str]:
     names = [str(result["model"]) for result in results]
     last = [name.rstrip("/").rpartition("/")[2] or name for name in names]
     return last if len(set(last)) == len(last) else names
+
+
+def write_page(results: Sequence[dict[str, Any]], path: Path, line: str, about: str = "") -> None:
+    """Write the page of one task, a result per model, whole or not at all; ``line`` is the command line."""
+    is_map = any("depth" in row for result in results for row in result["rows"])
+    said = (
+        "Point at a cell for its 95% interval." if is_map else "Bands are 95% intervals. Point at a curve for values."
+    )
+    figure = element("figure", drawn(picture, results), element("figcaption", said), class_="map")
+    tables = (_section(name, result) for name, result in zip(short_names(results), results, strict=True))
+    lead = element("p", escape(about), class_="lead task")
+    style = ".map svg { max-width: 640px } .task { max-width: 60rem }"
+    title = f"ringspan eval {results[0]['task']}"
+    write_whole(path, page(title, lead, figure, *tables, command(line), style=style))
+
+
+def _section(name: str, result: dict[str, Any]) -> str:
+    heads, rows = cells(result["rows"])
+    skipped = (f"Skipped: {each['length']:,} tokens, {each['why']}." for each in result["skipped"])
+    where, *notes = (
+        element("p", escape(each), class_="soft") for each in (f"{result['model']}, seed {result['seed']}", *skipped)
+    )
+    return section(name, where, table(rows, heads, class_="numbers"), *notes, name=f"model-{name}")
+
+
+def cells(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """Return heads and cells: loss by position, or accuracy by length, and by depth if rows have it."""
+    if any("loss" in row for row in rows):
+        heads = ["positions", "nats per token", "95% interval", "bits per byte", "documents"]
+        return heads, [
+            [
+                f"{row['start']:,} to {row['length'] - 1:,}",
+                f"{row['loss']:.4f}",
+                "-" if row["low"] is None else f"{row['low']:.4f} to {row['high']:.4f}",
+                "-" if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}",
+                f"{row['items']:,}",
+            ]
+            for row in rows
+        ]
+    depth = ["depth"] * any("depth" in row for row in rows)
+    heads = ["tokens", *depth, "accuracy", "95% interval", "items"]
+    return heads, [
+        [
+            f"{row['length']:,}",
+            *(f"{row[name]:g}" for name in depth),
+            f"{row['accuracy']:.1%}",
+            f"{row['low']:.1%} to {row['high']:.1%}",
+            f"{row['items']:,}",
+        ]
+        for row in rows
+    ]
 
 
 def picture(results: Sequence[Result]) -> "Figure":
@@ -68,7 +122,7 @@ def curves(results: Sequence[Result], name: str, x_label: str, y_label: str, uni
         for model, result in zip(names, results, strict=True)
     )
     label = f"{y_label} by {x_label}. {spoken}."
-    figure, page = canvas(460, legend + 18 * len(names) + 4, label)
+    figure, ground = canvas(460, legend + 18 * len(names) + 4, label)
     lengths = sorted({row["length"] for result in results for row in result["rows"]})
     lowest, highest = _limits([row for result in results for row in result["rows"]], name)
     room = 0.25 if len(lengths) == 1 else 0.0
@@ -89,15 +143,15 @@ def curves(results: Sequence[Result], name: str, x_label: str, y_label: str, uni
             band = [(row["length"], row["high"]) for row in sure] + [(row["length"], row["low"]) for row in sure[::-1]]
             polygons(axes, [band], colour, opacity=0.16, kind="band")
         elif sure:
-            _whisker(axes, sure[0], colour)
+            line(axes, 2 * [sure[0]["length"]], (sure[0]["low"], sure[0]["high"]), colour, 1)
         style = {} if at < len(RANK_COLOURS) else {"linestyle": "--"}
         values = [row[name] for row in rows]
         line(axes, [row["length"] for row in rows], values, colour, 2, gid="curve|", **style)
-        for row in rows:  # a round line end, not a marker: SVG has markers by reference, and pictures share a page
+        for row in rows:  # a round line end, not a marker: SVG has markers by reference, and pictures share a ground
             here, value = row["length"], row[name]
             line(axes, (here, here), (value, value), colour, 6, solid_capstyle="round", gid="dot|")
-        line(page, (left, left + 18), (legend + 18 * at, legend + 18 * at), colour, 3, **style)
-        text(page, left + 26, legend + 18 * at + 4, model, size=12)
+        line(ground, (left, left + 18), (legend + 18 * at, legend + 18 * at), colour, 3, **style)
+        text(ground, left + 26, legend + 18 * at + 4, model, size=12)
     middles = [(here * there) ** 0.5 for here, there in pairwise(lengths)]
     spots(
         axes,
@@ -120,41 +174,37 @@ def maps(results: Sequence[Result]) -> "Figure":
         if result["rows"]
     )
     width = max(_LEFT + wide * len(lengths) + 16, 300)
-    figure, page = canvas(width, block * len(names) + 14, f"Accuracy by length and depth. {spoken}.")
+    figure, ground = canvas(width, block * len(names) + 14, f"Accuracy by length and depth. {spoken}.")
     for at, (model, result) in enumerate(zip(names, results, strict=True)):
         top = block * at + 30
         bottom = top + high * len(depths)
-        text(page, _LEFT, top - 10, model, size=12, strong=True)
+        text(ground, _LEFT, top - 10, model, size=12, strong=True)
         found = {(row["length"], row["depth"]): row for row in result["rows"]}
         for down, depth in enumerate(depths):
             y = top + down * high
-            text(page, _LEFT - 10, y + high / 2 + 4, f"{depth:.0%}", SOFT, "right", size=11)
+            text(ground, _LEFT - 10, y + high / 2 + 4, f"{depth:.0%}", SOFT, "right", size=11)
             for over, length in enumerate(lengths):
-                _cell(page, _LEFT + over * wide, y, found.get((length, depth)), model)
+                _cell(ground, _LEFT + over * wide, y, found.get((length, depth)), model)
         for over, length in enumerate(lengths):
-            text(page, _LEFT + (over + 0.5) * wide, bottom + 16, _short(length), SOFT, "center", size=11)
-        text(page, _LEFT, bottom + 32, "length (tokens)", SOFT, size=11)
-        text(page, 18, top + high * len(depths) / 2, "depth", SOFT, "center", size=11, rotation=90)
+            text(ground, _LEFT + (over + 0.5) * wide, bottom + 16, _short(length), SOFT, "center", size=11)
+        text(ground, _LEFT, bottom + 32, "length (tokens)", SOFT, size=11)
+        text(ground, 18, top + high * len(depths) / 2, "depth", SOFT, "center", size=11, rotation=90)
     return figure
 
 
-def _cell(page: "Axes", x: float, y: float, row: Result | None, model: str) -> None:
+def _cell(ground: "Axes", x: float, y: float, row: Result | None, model: str) -> None:
     wide, high = _CELL
     if row is None:
-        rectangle(page, x + 1, y + 1, wide - 2, high - 2, GRID, kind="cell", title=f"{model}: not measured")
+        rectangle(ground, x + 1, y + 1, wide - 2, high - 2, GRID, kind="cell", title=f"{model}: not measured")
         return
     value = row["accuracy"]
     said = f"{model}, {row['length']:,} tokens, depth {row['depth']:.0%}: {_sure(row, is_share=True)}"
     rectangle(
-        page, x + 1, y + 1, wide - 2, high - 2, RANK_COLOURS[0], opacity=0.06 + 0.94 * value, kind="cell", title=said
+        ground, x + 1, y + 1, wide - 2, high - 2, RANK_COLOURS[0], opacity=0.06 + 0.94 * value, kind="cell", title=said
     )
-    # White on the full colour in both schemes; the page's own ink where its ground shines through.
+    # White on the full colour in both schemes; the ground's own ink where its ground shines through.
     colour = "#fffffe" if value >= _DARK_FROM else INK
-    text(page, x + wide / 2, y + high / 2 + 4, f"{value:.0%}", colour, "center", size=11)
-
-
-def _whisker(axes: "Axes", row: Result, colour: str) -> None:
-    line(axes, (row["length"], row["length"]), (row["low"], row["high"]), colour, 1)
+    text(ground, x + wide / 2, y + high / 2 + 4, f"{value:.0%}", colour, "center", size=11)
 
 
 def _limits(rows: Sequence[Result], name: str) -> tuple[float, float]:

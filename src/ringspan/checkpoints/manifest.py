@@ -89,11 +89,7 @@ class Manifest(_Record):
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check the manifest of a checkpoint.
-
-    Raises:
-        CheckpointError: it is missing, truncated, changed or inconsistent; one line that names the file.
-    """
+    """Read and check the manifest of a checkpoint."""
     path = folder / MANIFEST
     try:
         return Manifest.model_validate(read_signed(path, "the checkpoint was not finished"))
@@ -104,11 +100,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path, manifest: Manifest, name: str) -> None:
-    """Verify that a shard is the file that was written.
-
-    Raises:
-        CheckpointError: it is missing, or its length, save or content differs.
-    """
+    """Verify that a shard is the file that was written."""
     path, entry = folder / name, manifest.files[name]
     if problem := why_not_written(path, entry.bytes, entry.sha256):
         raise CheckpointError(f"{path}: {problem}{_origin(path, manifest)}")

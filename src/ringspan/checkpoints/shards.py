@@ -1,8 +1,9 @@
 """Checkpoint tensors as files: a rank's chunks written as a shard and read back by slices on any mesh."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from ringspan.checkpoints.manifest import FileEntry, Manifest, Piece, TensorEntry
 from ringspan.core.errors import CheckpointError
 from ringspan.core.files.disk import sync_file, sync_folder
 from ringspan.core.files.signed import file_digest
-from ringspan.train.checkpoints.manifest import FileEntry, Manifest, Piece
+from ringspan.core.messages.lines import refused
 
 _Slices = tuple[slice, ...]
 
@@ -79,11 +81,7 @@ def written_by_me(tensor: Tensor | Part) -> Iterator[Chunk]:
 
 
 def write_shard(path: Path, chunks: Mapping[str, Chunk], origin: dict[str, str]) -> FileEntry:
-    """Write this rank's part of each tensor into a safetensors file and sync it to disk.
-
-    Raises:
-        OSError, SafetensorError: it cannot be written.
-    """
+    """Write this rank's part of each tensor into a safetensors file and sync it to disk."""
     save_file({name: chunk.data for name, chunk in chunks.items()}, path, metadata=origin)
     sync_file(path)
     entry = FileEntry(bytes=path.stat().st_size, sha256=file_digest(path))
@@ -92,13 +90,8 @@ def write_shard(path: Path, chunks: Mapping[str, Chunk], origin: dict[str, str])
 
 
 def read_tensors(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor | Part]) -> None:
-    """Fill this rank's part of each tensor from the matching slices of the checkpoint's pieces.
-
-    Raises:
-        CheckpointError: a tensor is missing, or has another shape or dtype.
-    """
-    with ExitStack() as stack, torch.no_grad():
-        files: dict[str, Any] = {}
+    """Fill this rank's part of each tensor from the matching slices of the checkpoint's pieces."""
+    with opened_shards(folder) as shard, torch.no_grad():
         for name, tensor in tensors.items():
             entry = manifest.tensors.get(name)
             if entry is None:
@@ -110,17 +103,32 @@ def read_tensors(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor 
                 )
             for chunk in held_here(tensor):
                 data = _plain(chunk.data)
-                for piece in entry.pieces:
-                    meeting = _meeting(chunk, piece)
-                    if meeting is None:
-                        continue
-                    if piece.file not in files:
-                        files[piece.file] = stack.enter_context(_open_shard(folder / piece.file))
-                    here, there = meeting
-                    shard, path = files[piece.file], folder / piece.file
-                    data[here].copy_(_read_slice(shard, path, name, piece, there, tensor.dtype))
+                read_chunk(Chunk(chunk.offset, data), name, entry, folder, shard)
                 if data is not chunk.data:
                     chunk.data.copy_(data)
+
+
+@contextmanager
+def opened_shards(folder: Path) -> Iterator[Callable[[str], Any]]:
+    """Yield a function that opens a shard of a checkpoint, once."""
+    with ExitStack() as stack:
+
+        @cache
+        def opened(name: str) -> Any:
+            path = folder / name
+            with refused(f"{path}: is not a shard", SafetensorError, OSError, ValueError, error_type=CheckpointError):
+                return stack.enter_context(safe_open(path, "pt"))
+
+        yield opened
+
+
+def read_chunk(chunk: Chunk, name: str, entry: TensorEntry, folder: Path, shard: Callable[[str], Any]) -> None:
+    """Fill a chunk of a tensor from the pieces that it meets."""
+    for piece in entry.pieces:
+        if meeting := _meeting(chunk, piece):
+            here, there = meeting
+            path, dtype = folder / piece.file, chunk.data.dtype
+            chunk.data[here].copy_(_read_slice(shard(piece.file), path, name, piece, there, dtype))
 
 
 def _plain(data: Tensor) -> Tensor:
@@ -140,21 +148,12 @@ def _meeting(chunk: Chunk, piece: Piece) -> tuple[_Slices, _Slices] | None:
     return tuple(here), tuple(there)
 
 
-def _open_shard(path: Path) -> Any:
-    try:
-        return safe_open(path, "pt")
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: is not a shard: {' '.join(str(error).split())}") from error
-
-
 def _read_slice(shard: Any, path: Path, name: str, piece: Piece, part: _Slices, dtype: torch.dtype) -> Tensor:
-    try:
+    with refused(f"{path}: {name}", SafetensorError, OSError, ValueError, error_type=CheckpointError):
         stored = shard.get_slice(name)
         if tuple(stored.get_shape()) != piece.shape:
             raise CheckpointError(f"{path}: {name} has shape {stored.get_shape()}, expected {list(piece.shape)}")
         values = stored[part] if part else shard.get_tensor(name)
-    except (SafetensorError, OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: {name}: {' '.join(str(error).split())}") from error
     if values.dtype != dtype:
         raise CheckpointError(f"{path}: {name} is {values.dtype}, expected {dtype}")
     return values

@@ -5,8 +5,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from ringspan.report.evaluation_charts import save_picture
-from ringspan.report.evaluation_page import write_page
+from ringspan.report.evaluation import save_picture, write_page
 
 pytest.importorskip("matplotlib")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

@@ -2,7 +2,6 @@
 
 import os
 import sysconfig
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ringspan.core.names import LayoutName
-from ringspan.measure.bench.memory import held_activations
 from ringspan.measure.bench.step import StepCase, small_llama
+from ringspan.measure.trace.tracker import held_activations
 from ringspan.torch.data.batch import shard_batch
 from ringspan.torch.layers.decoder import decoder_of, layers_of
 from ringspan.torch.memory.checkpointing import checkpoint_layers
@@ -31,17 +30,9 @@ from ringspan.train.config.tables import TrainConfig
 Say = Callable[[str], None]
 
 # Folders of the standard library that are tests, generated tables or other people's packages.
-_LEFT_OUT = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idlelib",
-    "lib2to3",
-    "encodings",
-    "ensurepip",
-    "turtledemo",
-}
+_LEFT_OUT = frozenset(
+    ("test", "tests", "encodings", "idlelib", "lib2to3", "turtledemo", "ensurepip", "site-packages", "dist-packages")
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,29 +146,21 @@ def prove(folder: str, options: DemoOptions, say: Say = lambda line: None) -> di
 @contextmanager
 def told(model: PreTrainedModel, say: Say, every_seconds: float = 5.0) -> Iterator[None]:
     """Report progress of a checkpointed model's step every few seconds: layers forward, and again backward."""
-    layers, started, is_over, num_run = layers_of(decoder_of(model)), time.perf_counter(), threading.Event(), 0
+    layers, started, num_run, said = layers_of(decoder_of(model)), time.perf_counter(), 0, 0.0
 
-    def count(*_: Any) -> None:
-        nonlocal num_run
-        num_run += 1
-
-    def tell() -> None:
-        while not is_over.wait(every_seconds):
-            n = len(layers)
+    def tell(*_: Any) -> None:
+        nonlocal num_run, said
+        num_run, passed, n = num_run + 1, time.perf_counter() - started, len(layers)
+        if passed - said >= every_seconds:
+            said = passed
             way = f"backward, layer {min(num_run - n + 1, n)}" if num_run >= n else f"forward, layer {num_run + 1}"
-            say(f"  {way} of {n}, {time.perf_counter() - started:.0f} s")
+            say(f"  {way} of {n}, {passed:.0f} s")
 
     # Of a part of each layer: a checkpointed layer runs its parts again, not its own hooks.
-    handles = [next(iter(layer.children())).register_forward_hook(count) for layer in layers.values()]
-    teller = threading.Thread(target=tell, daemon=True)
-    teller.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        teller.join()
-        for handle in handles:
-            handle.remove()
+    handles = [next(iter(layer.children())).register_forward_hook(tell) for layer in layers.values()]
+    yield
+    for handle in handles:
+        handle.remove()
 
 
 def _text_tokens(folder: str, length: int) -> torch.Tensor:

@@ -1,0 +1,122 @@
+"""The state of a model in training: its tensors, its random numbers, and the facts of its files that they depend on."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from ringspan.checkpoints.checkpoint import Checkpoints
+from ringspan.checkpoints.manifest import Manifest
+from ringspan.checkpoints.shards import Part
+from ringspan.core.errors import CheckpointError
+from ringspan.torch.model.config_changes import deciding_fields
+
+
+def model_facts(model: Any) -> dict[str, Any]:
+    """Collect the facts in the model's other files that a run depends on, as JSON."""
+    files = {"config.json": model.config, "generation_config.json": getattr(model, "generation_config", None)}
+    facts = {name: deciding_fields(config) for name, config in files.items() if config is not None}
+    return {"transformers": transformers.__version__, **facts}
+
+
+def run_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor | Part]:
+    """Collect the tensors to resume from: trained parameters, buffers, optimizer state. Frozen ones are in the folder.
+
+    A fresh optimizer gets the state of its first step, so that there is something to load into; tensors in host memory
+    are parts of one that is split like its weight.
+    """
+    _make_state(optimizer)
+    parameters: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        is_frozen = isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+        if id(tensor) not in seen and not is_frozen:  # tied weights have two names
+            seen.add(id(tensor))
+            parameters[name] = tensor
+    tensors: dict[str, Tensor | Part] = {f"model/{name}": tensor for name, tensor in parameters.items()}
+    for name, parameter in parameters.items():
+        if isinstance(parameter, nn.Parameter) and parameter.requires_grad:
+            for key, value in optimizer.state[parameter].items():
+                # A step count is one number, the same on every rank; what has dimensions is as split as its weight.
+                is_split = isinstance(parameter, DTensor) and value.ndim > 0
+                is_part = is_split and not isinstance(value, DTensor)
+                tensors[f"optimizer/{name}/{key}"] = Part(value, cast(DTensor, parameter)) if is_part else value
+    return tensors
+
+
+def _make_state(optimizer: torch.optim.Optimizer) -> None:
+    """Make the optimizer create its state by a step at rate 0: it alone knows the place and bits of its moments."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    gradients = [p.grad for p in parameters]
+    rates = [group["lr"] for group in optimizer.param_groups]
+    # Those that have a state keep it: this is called for running optimizers too.
+    fresh = [p for p in parameters if p.requires_grad and not optimizer.state[p]]
+    if not fresh:
+        return
+    for p in parameters:
+        p.grad = None
+    for p in fresh:
+        p.grad = torch.zeros_like(p)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+    optimizer.step()
+    for p in fresh:
+        if "step" in optimizer.state[p]:
+            optimizer.state[p]["step"].zero_()
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = gradient
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def random_state(device: torch.device) -> dict[str, Tensor]:
+    state = {"random/cpu": torch.get_rng_state()}
+    if device.type == "cuda":
+        state["random/cuda"] = torch.cuda.get_rng_state(device)
+    return state
+
+
+def begin_random_numbers(*numbers: int) -> None:
+    """Seed the generators from these numbers and the rank, so that ranks drop tokens independently."""
+    [seed] = np.random.SeedSequence([*numbers, dist.get_rank()]).generate_state(1)
+    torch.manual_seed(int(seed))
+
+
+def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
+    """Restore the generators from ``random_state``."""
+    torch.set_rng_state(state["random/cpu"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state["random/cuda"], device)
+
+
+def restore(
+    checkpoints: Checkpoints,
+    folder: Path,
+    manifest: Manifest,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+) -> None:
+    """Restore model, optimizer and random numbers from a checked checkpoint.
+
+    On another number of ranks, random numbers are seeded anew from the checkpoint's step.
+    Errors are raised on all ranks.
+    """
+    tensors = run_state(model, optimizer)
+    # What a checkpoint has and the model lacks would be lost without a word. (Each rank's own tensors are named so.)
+    unknown = [name for name in manifest.tensors if name not in tensors and not name.startswith("rank ")]
+    if unknown:
+        raise CheckpointError(f"{folder}: has {unknown[0]}, which this model lacks; is it of another model?")
+    same = manifest.num_ranks == dist.get_world_size()
+    random = random_state(device)
+    checkpoints.load(folder, manifest, tensors, random if same else None)
+    if same:
+        set_random_state(random, device)
+    else:
+        begin_random_numbers(manifest.step, dist.get_world_size())

@@ -1,0 +1,225 @@
+"""Questions to a model, each a prompt of so many units of length and the scoring of an answer: data for one runner.
+
+``lines`` is line retrieval as in LongEval (Li et al. 2023) and figure 3 of the Ring Attention paper; the others are the
+categories of RULER (Hsieh et al. 2024): needles in real text, variables to be traced, words to be counted.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from random import Random
+from string import ascii_lowercase, ascii_uppercase
+from typing import Final
+
+from ringspan.evaluate.words import names, number
+
+
+@dataclass(frozen=True)
+class Prompt:
+    text: str
+    """The user's text."""
+    cue: str
+    """The beginning of the answer, which the model continues."""
+    answers: tuple[str, ...]
+    """All that an answer should name."""
+
+
+@dataclass(frozen=True)
+class Material:
+    """The material of prompts besides words."""
+
+    sentences: Sequence[str] = ()
+    """Sentences of a real text, in order."""
+    needles: int = 1
+    """Values to be found."""
+    distractors: int = 0
+    """Needles of the same form that are not asked for."""
+
+    def excerpt(self, random: Random, size: int) -> list[str]:
+        """Take consecutive sentences from a random place, wrapping around at the end."""
+        start, count = random.randrange(len(self.sentences)), len(self.sentences)
+        return [self.sentences[(start + at) % count] for at in range(size)]
+
+
+def found(said: str, answers: Sequence[str]) -> float:
+    """Compute the share of answers that occur in the text as whole words, ignoring case.
+
+    RULER's ``string_match_all``, which also counts an answer inside a longer word.
+    """
+    hits = [re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", said, re.IGNORECASE) for answer in answers]
+    return sum(hit is not None for hit in hits) / len(answers)
+
+
+def first_number(said: str, answers: Sequence[str]) -> float:
+    """Return 1 if the first number in the text is the answer, as LongEval counts."""
+    number = re.search(r"\d+", said)
+    return float(number is not None and number[0] == answers[0])
+
+
+@dataclass(frozen=True)
+class Task:
+    """A kind of question; to add one, write its builder and a row of ``TASKS``."""
+
+    name: str
+    about: str
+    """One sentence, for ``--help`` and the page."""
+    build: Callable[[Random, int, float, Material], Prompt]
+    """Pure function of random numbers, units of length, the depth (0 beginning, 1 end) and material."""
+    score: Callable[[str, Sequence[str]], float] = found
+    smallest: int = 1
+    """Units of the shortest prompt."""
+    needs_text: bool = False
+    has_depth: bool = False
+    """True if accuracy is reported by the depth of the answer."""
+    needles: int | None = None
+    """Default number of values to be found; None if that is no option."""
+
+
+BEFORE: Final = (
+    "Below is a record of lines I want you to remember. Each line begins with 'line <line index>' and contains a "
+    "'<REGISTER_CONTENT>' at the end of the line as a numerical value. For each line index, memorize its corresponding "
+    "<REGISTER_CONTENT>. At the end of the record, I will ask you to retrieve the corresponding <REGISTER_CONTENT> of "
+    "a certain line index. Now the record start:\n\n"
+)
+AFTER: Final = "\nNow the record is over. Tell me what is the <REGISTER_CONTENT> in "
+ASKED: Final = "? I need the number."
+
+
+def _lines(random: Random, size: int, depth: float, material: Material) -> Prompt:
+    """Build lines, any one of which is asked for."""
+    pairs = [(name, number(random)) for name in names(random, size)]
+    name, value = random.choice(pairs)
+    record = "".join(f"line {each}: REGISTER_CONTENT is <{held}>\n" for each, held in pairs)
+    return Prompt(f"{BEFORE}{record}{AFTER}line {name}{ASKED}", f"\nline {name}: REGISTER_CONTENT is <", (value,))
+
+
+def _asked(excerpt: Sequence[str], keys: Sequence[str], answers: Sequence[str]) -> Prompt:
+    """Return the prompt around a text with needles in it."""
+    *others, last = keys
+    asked = f"{', '.join(others)} and {last}" if others else last
+    return Prompt(
+        "Some special numbers are hidden within the following text. Memorize them; I will ask you about them "
+        f"afterwards.\n\n{' '.join(excerpt)}\n\nWhat are all the special numbers for {asked} mentioned in the text?",
+        f"\nThe special numbers for {asked} mentioned in the text are",
+        tuple(answers),
+    )
+
+
+def _needle(key: str, value: str) -> str:
+    return f"One of the special numbers for {key} is: {value}."
+
+
+def _keys(random: Random, size: int, depth: float, material: Material) -> Prompt:
+    """Build a text of needles only, each with its own key."""
+    pairs = [(name, number(random)) for name in names(random, size)]
+    key, value = random.choice(pairs)
+    return _asked([_needle(*pair) for pair in pairs], [key], [value])
+
+
+def _hidden(random: Random, size: int, depth: float | None, material: Material) -> Prompt:
+    """Hide needles in real text: values of one key, the first at ``depth``, or without a depth of a key each.
+
+    Distractors have keys of their own.
+    """
+    count = material.needles if depth is None else 1
+    every = names(random, count + material.distractors)
+    asked, others = every[:count], every[count:]
+    owners = (asked if depth is None else asked * material.needles) + others
+    pairs = [(key, number(random)) for key in owners]
+    first = random.randint(0, size) if depth is None else round(depth * size)
+    excerpt = material.excerpt(random, size)
+    places = [first, *(random.randint(0, size) for _ in pairs[1:])]
+    for place, needle in sorted(zip(places, (_needle(*pair) for pair in pairs), strict=True), reverse=True):
+        excerpt.insert(place, needle)
+    return _asked(excerpt, asked, [value for _, value in pairs[: material.needles]])
+
+
+def _queries(random: Random, size: int, depth: float, material: Material) -> Prompt:
+    return _hidden(random, size, None, material)
+
+
+HOPS: Final = 4
+CHAINS: Final = 2
+
+
+def _different(random: Random, count: int, alphabet: str, length: int, first: Sequence[str] = ()) -> list[str]:
+    """Return ``first`` and random words, all different."""
+    words = list(first)
+    while len(words) < count:
+        word = "".join(random.choices(alphabet, k=length))
+        words += [word] if word not in words else []
+    return words
+
+
+def _tracing(random: Random, size: int, depth: float, material: Material) -> Prompt:
+    """Build chains of assignments in real text, in order, of which the first is asked for."""
+    variables = _different(random, CHAINS * (HOPS + 1), ascii_uppercase, 5)
+    values = random.sample(range(10_000, 100_000), CHAINS)
+    excerpt = material.excerpt(random, size)
+    placed: list[tuple[int, int, str]] = []
+    for chain in range(CHAINS):
+        own = variables[chain::CHAINS]
+        sources = [str(values[chain]), *(f"VAR {name}" for name in own[:-1])]
+        places = sorted(random.randint(0, size) for _ in own)
+        said = (f"VAR {name} = {source}." for name, source in zip(own, sources, strict=True))
+        placed += [(place, order, each) for order, (place, each) in enumerate(zip(places, said, strict=True))]
+    for place, _, sentence in sorted(placed, reverse=True):  # those of one place keep the order of their chain
+        excerpt.insert(place, sentence)
+    answers = tuple(variables[0::CHAINS])
+    return Prompt(
+        "Memorize and track the chains of variable assignments hidden in the following text.\n\n"
+        f"{' '.join(excerpt)}\n\nFind all variables that are assigned the value {values[0]} in the text above.",
+        f"\n{len(answers)} variables are assigned the value {values[0]} in the text above. They are:",
+        answers,
+    )
+
+
+COMMON, COMMON_TIMES, OTHER_TIMES = 10, 30, 3
+FREQUENT: Final = 3
+_ZETA_2: Final = 1.6449340668482264  # the sum of 1 / k^2
+
+
+def _common(random: Random, size: int, depth: float, material: Material) -> Prompt:
+    """Build a shuffled, numbered list with ten words 30 times, and ``size`` others three times each."""
+    first, others = (every := names(random, COMMON + size))[:COMMON], every[COMMON:]
+    listed = first * COMMON_TIMES + others * OTHER_TIMES
+    random.shuffle(listed)
+    text = " ".join(f"{place}. {word}" for place, word in enumerate(listed, 1))
+    return Prompt(
+        "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
+        f"appear most often.\n\n{text}\n\nWhat are the {COMMON} most common words in the above list?",
+        f"\nThe {COMMON} words that appear most often in the list are:",
+        tuple(first),
+    )
+
+
+def _frequent(random: Random, size: int, depth: float, material: Material) -> Prompt:
+    """Build about ``size`` coded words with frequencies that fall as 1 / rank^2; the most frequent is only dots."""
+    counts: list[int] = []
+    while count := int(size / _ZETA_2 / (len(counts) + 1) ** 2):
+        counts.append(count)
+    words = _different(random, len(counts), ascii_lowercase, 6, ["...."])
+    coded = [word for word, count in zip(words, counts, strict=True) for _ in range(count)]
+    random.shuffle(coded)
+    return Prompt(
+        "Read the following coded text and track the frequency of each coded word. Ignore the dots '....'.\n\n"
+        f"{' '.join(coded)}\n\nWhat are the {FREQUENT} most frequent coded words in the above text?",
+        f"\nThe {FREQUENT} most frequent coded words in the above text are:",
+        tuple(words[1 : 1 + FREQUENT]),
+    )
+
+
+_SINGLE, _SEVERAL = {"needs_text": True, "needles": 1}, {"needs_text": True, "needles": 4}
+TASKS: Final[dict[str, Task]] = {
+    task.name: task
+    for task in (
+        Task("lines", "Retrieve the number of one line of a record.", _lines, first_number),
+        Task("needle", "Find a number in real text, by length and depth.", _hidden, **_SINGLE, has_depth=True),
+        Task("keys", "Find the number of one key in a text of nothing but keys and numbers.", _keys),
+        Task("values", "Find all numbers of one key in real text.", _hidden, **_SEVERAL),
+        Task("queries", "Find the numbers of several keys.", _queries, **_SEVERAL),
+        Task("tracing", "Track assignments through chains of variables.", _tracing, needs_text=True),
+        Task("common-words", "Name the ten words that a list has most often.", _common),
+        Task("frequent-words", "Name the three most frequent words of a coded text.", _frequent, smallest=100),
+    )
+}

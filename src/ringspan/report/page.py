@@ -1,0 +1,116 @@
+"""One self-contained HTML file: text, tables and inline SVG; nothing is fetched, and text stays text."""
+
+import os
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ringspan.core.messages.extras import installed, remedy
+from ringspan.report.drawing import svg
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MAX_CHARACTERS: Final = 300  # of one text
+# The policy makes the browser refuse whatever is not in this file, should a text ever slip through the escaping.
+_HEAD: Final = (
+    '<meta charset="utf-8">'
+    '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    '<meta name="color-scheme" content="light dark">'
+    "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'{policy}\">"
+)
+_CSS: Final = """
+:root { color-scheme: light dark; --ground: #fff; --ink: #1b1f24; --soft: #57606a; --line: #d0d7de; --panel: #f6f8fa }
+@media (prefers-color-scheme: dark) {
+  :root { --ground: #0d1117; --ink: #e6edf3; --soft: #9da7b3; --line: #3d444d; --panel: #161b22 }
+}
+* { box-sizing: border-box }
+body { margin: 0; background: var(--ground); color: var(--ink); font: 16px/1.5 system-ui, sans-serif }
+main { max-width: 1040px; margin: 0 auto; padding: 24px 20px 48px }
+h1 { font-size: 1.75rem; line-height: 1.2; margin: 0 0 12px }
+h2 { font-size: 1.2rem; margin: 40px 0 8px; padding-top: 12px; border-top: 1px solid var(--line) }
+p { margin: 8px 0; max-width: 46rem }
+.lead { font-size: 1.15rem }
+.soft, caption, figcaption { color: var(--soft); font-size: .9rem }
+.side { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 24px 40px }
+.side > * { min-width: 0 }
+figure { margin: 12px 0 }
+svg { display: block; width: 100%; height: auto; max-width: 560px }
+.scroll { overflow-x: auto }
+table { border-collapse: collapse; margin: 12px 0; font-variant-numeric: tabular-nums }
+caption { text-align: left; padding-bottom: 4px }
+th, td { text-align: left; padding: 5px 18px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top }
+th { font-weight: 600 }
+.numbers td, .numbers thead th:not(:first-child) { text-align: right; white-space: nowrap }
+th:last-child, td:last-child { padding-right: 0 }
+tbody th { font-weight: 400; min-width: 8em; overflow-wrap: anywhere }
+td { overflow-wrap: anywhere }
+.long { font-size: .85rem; max-height: 28rem; overflow: auto }
+.long th, .long td { padding: 3px 14px 3px 0; min-width: 3em }
+.long p { position: sticky; left: 0 }
+summary { cursor: pointer; padding: 4px 0 }
+pre { background: var(--panel); border: 1px solid var(--line); border-radius: 6px; padding: 12px; overflow-x: auto }
+"""
+
+
+def page(title: str, *parts: str, style: str = "", has_script: bool = False) -> str:
+    """Return a page of a heading and parts; ``style`` is added to the common one."""
+    policy = "; script-src 'unsafe-inline'" if has_script else ""
+    head = element("head", _HEAD.format(policy=policy), element("title", escape(title)), element("style", _CSS + style))
+    body = element("body", element("main", element("h1", escape(title)), *parts))
+    return "<!doctype html>\n" + element("html", head, body, lang="en")
+
+
+def write_whole(path: Path, content: str) -> None:
+    """Write a text file, whole or not at all."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        unfinished.write_text(content, encoding="utf-8")
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+def element(tag: str, *children: str, **attributes: object) -> str:
+    """Return one element with its attributes escaped; ``children`` are markup. ``aria_label`` becomes aria-label."""
+    written = "".join(
+        f' {name.rstrip("_").replace("_", "-")}="{escape(str(value))}"' for name, value in attributes.items()
+    )
+    return f"<{tag}{written}>{''.join(children)}</{tag}>"
+
+
+def escaped(value: object, most: int = MAX_CHARACTERS) -> str:
+    """Escape any value as text of bounded length; unprintable characters become a mark."""
+    said = str(value)
+    said = said if len(said) <= most else said[: most - 1] + "…"
+    return escape("".join(c if c.isprintable() or c in "\n\t" else "\ufffd" for c in said))
+
+
+def table(rows: Iterable[Sequence[object]], heads: Sequence[str] = (), caption: str = "", class_: str = "") -> str:
+    """Return a table, the first cell of each row its head; cells are any values."""
+    top = element("thead", element("tr", *(element("th", each, scope="col") for each in heads))) if heads else ""
+    body = (
+        element("tr", element("th", escaped(first), scope="row"), *(element("td", escaped(cell)) for cell in cells))
+        for first, *cells in rows
+    )
+    title = element("caption", caption) if caption else ""
+    return element("div", element("table", title, top, element("tbody", *body), class_=class_), class_="scroll")
+
+
+def section(title: str, *parts: str, name: str) -> str:
+    """Return a section with its heading; ``name`` is its id."""
+    heading = element("h2", escape(title), id=f"{name}-title")
+    return element("section", heading, *parts, id=name, aria_labelledby=f"{name}-title")
+
+
+def command(line: str) -> str:
+    return section("Command", element("pre", element("code", escaped(line, 10_000))), name="command")
+
+
+def picture(draw: "Callable[..., Figure | None]", *arguments: Any) -> str:
+    """Return a picture as SVG, a line on what drawing needs, or nothing without data."""
+    if not installed("matplotlib"):
+        return element("p", escape(f"The picture needs {remedy('matplotlib')}."), class_="soft")
+    figure = draw(*arguments)
+    return "" if figure is None else svg(figure)
