@@ -116,8 +116,7 @@ class _Walk:
     def backward(self, unfinished: list["_Walk"]) -> Steps[None]:
         """``unfinished`` is the group before, whose ``finish`` comes when the first hop has been computed."""
         shape, part = self.shape, self.part
-        token = shape.kv_numbers * shape.sum_itemsize
-        sent_token = shape.kv_numbers * _BFLOAT16 if part.gradient_comm_dtype == "bfloat16" else token
+        token, sent_token = self.gradient_token
         queries = 0 if shape.itemsize == shape.sum_itemsize else shape.query_numbers * shape.sum_itemsize
         keys = 0 if (part.kv_itemsize or shape.itemsize) == shape.sum_itemsize else token
         of_queries = yield from make(queries * part.tokens, is_sum=True)
@@ -157,6 +156,12 @@ class _Walk:
             if unfinished and hop.index == 0:
                 yield from unfinished.pop().finish()
         yield from drop(block, *arrived, of_queries)
+
+    @property
+    def gradient_token(self) -> tuple[int, int]:
+        """Bytes of dk and dv of a token, as they add up and as they are sent."""
+        token = self.shape.kv_numbers * self.shape.sum_itemsize
+        return token, self.shape.kv_numbers * _BFLOAT16 if self.part.gradient_comm_dtype == "bfloat16" else token
 
     def total(self) -> Sum:
         """Return the sum that becomes the results."""
@@ -354,8 +359,7 @@ class _Gathering(_Walk):
     def differentiate(self, keys: Buffer) -> Iterator[Event]:
         """Compute gradients, and start to send those of other ranks' keys to their owners."""
         shape, part, kernel = self.shape, self.part, self.part.kernel
-        token = shape.kv_numbers * shape.sum_itemsize
-        sent_token = shape.kv_numbers * _BFLOAT16 if part.gradient_comm_dtype == "bfloat16" else token
+        token, sent_token = self.gradient_token
         queries = 0 if shape.itemsize == shape.sum_itemsize else shape.query_numbers * shape.sum_itemsize
         own = 0 if (part.kv_itemsize or shape.itemsize) == shape.sum_itemsize else token
         of_queries = yield from make(queries * part.tokens, is_sum=True)
