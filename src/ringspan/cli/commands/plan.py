@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ringspan.plan.documents import LayoutCost
     from ringspan.plan.generation.planner import TextPlan
     from ringspan.plan.model.media import Media
+    from ringspan.plan.model.shapes import ModelShape
     from ringspan.plan.planner import Plan
 
 EPILOG = (
@@ -68,8 +69,8 @@ CommDtype = Annotated[
 
 # What says how to train, and has no part in generation.
 _OF_TRAINING = (
-    "length", "parameter_dtype", "route", "comm_dtype", "images", "frames", "sound", "documents", "trace", "rank",
-    "picture",
+    "length", "parameter_dtype", "route", "comm_dtype", "lora", "weights", "images", "frames", "sound", "documents",
+    "trace", "rank", "picture",
 )  # fmt: skip
 
 
@@ -85,6 +86,12 @@ def command(
     parameter_dtype: ParameterDtype = "float32",
     route: Route = "auto",
     comm_dtype: CommDtype = "exact",
+    lora: Annotated[
+        int, typer.Option(min=0, help="Rank of adapters on all linear layers, trained alone; 0: all weights are.")
+    ] = 0,
+    weights: Annotated[
+        str, typer.Option(help="With --lora: the frozen weights of linear layers packed as int8, int4 or nf4.")
+    ] = "",
     images: Annotated[
         str | None,
         typer.Option(
@@ -128,7 +135,9 @@ def command(
 ) -> None:
     """Plan a training step on a cluster: memory, mesh, layout, route, checkpoint policy, time, longest sequence.
 
-    Analytic and without a framework, in under a second; with --trace the real step is traced as one of its ranks. With
+    Names that are known here need no framework and take less than a second. Any other model that runs on a ring
+    (docs/models.md, column "plan") is read from its config by running one layer of each kind without memory. With
+    --trace the real step is traced as one of its ranks. With
     --generate: whether weights and cache fit, on which mesh, and the time to the first token and of each after it.
     """
     from ringspan.core.errors import ConfigError
@@ -151,6 +160,9 @@ def command(
 
         show_generation(answer, model)
         return
+    from ringspan.plan.documents import read_documents
+    from ringspan.plan.model.media import read_media
+
     for name, value in (("prompt", prompt), ("new-tokens", new_tokens)):
         if value is not None:
             raise ConfigError(f"--{name} {value} is for generation; add --generate")
@@ -159,11 +171,13 @@ def command(
             raise ConfigError(f"--picture {picture} draws a trace, or documents; add --trace or --documents")
         check_picture(picture, ".png", ".svg", ".pdf")
         require(f"--picture {picture}", "matplotlib")
-    lengths = _lengths(documents, length) if documents is not None else ()
+    lengths = read_documents(documents, length) if documents is not None else ()
     if rank is not None and not trace:
         raise ConfigError(f"--rank {rank} is the rank that a trace plays; add --trace")
-    media = _media(images, frames, sound)
-    answer = planned(model, devices, device, nodes, length, batch, dtype, parameter_dtype, route, comm_dtype, media)
+    media = read_media(images, frames, sound)
+    answer = planned(
+        model, devices, device, nodes, length, batch, dtype, parameter_dtype, route, comm_dtype, media, lora, weights
+    )
     result = answer.as_json()
     if trace:
         result |= _traced(answer, rank or 0, quiet=as_json)
@@ -187,18 +201,6 @@ def command(
     from ringspan.cli.tables.plan import show
 
     show(answer, result, shown_mesh(result), layouts)
-
-
-def _media(images: str | None, frames: str | None, sound: int | None) -> "Media":
-    from ringspan.plan.model.media import read_media
-
-    return read_media(images, frames, sound)
-
-
-def _lengths(documents: str, length: int) -> tuple[int, ...]:
-    from ringspan.plan.documents import read_documents
-
-    return read_documents(documents, length)
 
 
 def _layouts(answer: "Plan", lengths: tuple[int, ...], *, quiet: bool) -> "list[LayoutCost]":
@@ -230,6 +232,8 @@ def planned(
     route: str,
     comm_dtype: str = "exact",
     media: "Media | None" = None,
+    lora: int = 0,
+    weights: str = "",
 ) -> "Plan":
     """Return the plan for the command line's options; raise ConfigError for a bad option or uneven nodes."""
     from ringspan.core.errors import ConfigError
@@ -243,7 +247,7 @@ def planned(
     return make_plan(
         Question(
             device=_kind(device, devices, nodes),
-            shape=model_shape(model, media or {}, dtype),
+            shape=_adapted(model_shape(model, media or {}, dtype), lora, weights),
             devices=devices,
             length=length,
             batch=batch,
@@ -253,6 +257,19 @@ def planned(
             comm_dtype=find_name("--comm-dtype", comm_dtype, COMM_DTYPE_NAMES, ConfigError),
         )
     )
+
+
+def _adapted(shape: "ModelShape", lora: int, weights: str) -> "ModelShape":
+    """Return a model with adapters, if a rank says so; raise ConfigError for packed weights without, or unknown."""
+    from ringspan.core.errors import ConfigError
+    from ringspan.core.names import find_name
+    from ringspan.plan.model.shapes import PACKED_BYTES
+
+    if weights:
+        find_name("--weights", weights, tuple(PACKED_BYTES)[1:], ConfigError)
+        if not lora:
+            raise ConfigError(f"--weights {weights} freezes the weights; add --lora 16 to train adapters")
+    return shape.adapted(lora, weights) if lora else shape
 
 
 def planned_text(
