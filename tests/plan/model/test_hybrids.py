@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 
 import ringspan as rs
 from ringspan.core.errors import RingspanError, UnsupportedError
@@ -22,9 +22,7 @@ from ringspan.plan.cost.memory import training_memory
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.cost.states import state_bytes
 from ringspan.plan.model.configs import model_shape
-from ringspan.plan.model.reader import text_shape
 from ringspan.plan.model.shapes import ModelShape
-from ringspan.plan.planner import make_plan
 from ringspan.plan.search import Question
 from ringspan.torch.transport.exchange import COUNTERS
 from tests.cases import few
@@ -135,28 +133,6 @@ def test_messages_of_many_spans_carry_maps(layout, ranks, reverse):
     rounds = scan_rounds(links.reverse if reverse else links)
     sent = sum(each.numbers for each in state_messages(split, 1, 1, reverse=reverse))
     assert sent == sent_states(rounds, owners[::-1] if reverse else owners)
-
-
-# Sizes of published models: what the planner says of them is looked at as a whole.
-REAL = {
-    "qwen3_next": {"num_hidden_layers": 48},  # 80B-A3B are the defaults of its config
-    "nemotron_h": {},
-    "falcon_h1": {},
-    "lfm2": {"layer_types": ["conv", "conv", "full_attention", "conv"] * 8},
-}
-
-
-@pytest.mark.parametrize("kind", few(REAL, 3))
-def test_a_published_size_is_planned(kind):
-    values = {"model_type": kind, **REAL[kind]}
-    shape = text_shape(values, kind)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**values))
-    assert shape.parameters == model.num_parameters()
-    question = Question(shape=shape, device=DEVICES["h100-80gb"], devices=64, length=1 << 18)
-    plan = make_plan(question)
-    assert plan.fits
-    assert any("layers have states or convolutions" in reason for reason in plan.reasons) == (plan.setting.ring > 1)
 
 
 def test_states_cost_the_same_at_any_length_and_attention_does_not(tmp_path):
