@@ -24,6 +24,7 @@ from ringspan.plan.cost.states import state_bytes
 from ringspan.plan.model.configs import model_shape
 from ringspan.plan.model.shapes import ModelShape
 from ringspan.plan.search import Question
+from ringspan.torch.layers.decoder import layers_of
 from ringspan.torch.transport.exchange import COUNTERS
 from tests.cases import few
 from tests.every_model.hybrids import HYBRIDS, hybrid_config
@@ -50,7 +51,7 @@ def test_parameters_and_products_are_those_of_the_model(tmp_path, kind):
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=torch.ones(1, tokens, dtype=torch.long))
     counts = counter.get_flop_counts()["Global"]
-    assert (shape.parameters, shape.layers) == (model.num_parameters(), config.num_hidden_layers)
+    assert (shape.parameters, shape.layers) == (model.num_parameters(), len(layers_of(model)))
     convolved = sum(kind.channels * kind.taps for kind in shape.kinds)
     products = counts[torch.ops.aten.mm] + counts.get(torch.ops.aten.addmm, 0)
     assert products == 2 * tokens * (shape.matrix_parameters - convolved)

@@ -172,7 +172,8 @@ class _Facts:
         inside = {id(p) for name in self.mixers for p in layer.get_submodule(name).parameters()}
         self.rest = [p.numel() for p in layer.parameters() if p.ndim > 1 and id(p) not in inside]
         self.linears = [each for each in layer.modules() if isinstance(each, (nn.Linear, Conv1D))]
-        idle = {id(each.weight) for each in self.linears if each not in run.linears}  # Zamba's, for its other layers
+        called = {*run.linears, *(each for state in self.stateful.values() for each in state.modules())}
+        idle = {id(each.weight) for each in self.linears if each not in called}  # Zamba's, for its other layers
         inside -= idle
         # Without decays, of as many numbers as a state.
         weights = [(path, p) for path, p in layer.named_parameters() if p.ndim > 1 and not path.endswith("A_log")]
