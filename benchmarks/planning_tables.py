@@ -9,7 +9,6 @@ from typing import Final
 from ringspan.core.messages.units import shown_bandwidth, shown_bytes, shown_speed
 from ringspan.core.names import CATEGORIES
 from ringspan.plan.cluster.hardware import DEVICES, Device, min_block_tokens, min_tokens_per_device
-from ringspan.plan.cost.cost import dataset_flops_ratio
 from ringspan.plan.cost.memory import Memory, saved_per_token, training_memory
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.model.configs import MODELS
@@ -130,6 +129,14 @@ def flops_ratios() -> str:
         for name, at_a_million in published.items()
     ]
     return _table(("model", "32K", "128K", "1M", "10M", "1M, published"), rows)
+
+
+def dataset_flops_ratio(hidden: int, length: int, base_length: int) -> float:
+    """Return how much dearer a dataset becomes at a longer context: ``(6 C + S2) / (6 C + S1)``.
+
+    From 24 C^2 + 4 S C FLOPs per token and layer (Liu, Zaharia, Abbeel 2023, appendix D), causal or not.
+    """
+    return (6 * hidden + length) / (6 * hidden + base_length)
 
 
 def longest_contexts(kind: str, devices: int, model: str) -> tuple[Setting, Setting | None]:

@@ -1,7 +1,8 @@
 """Every language model of transformers, tiny, on the ring against itself on one process: ``make models``.
 
 Writes ``benchmarks/results/models.json`` and of it docs/models.md. Model types as arguments do only those again:
-``llama``, or ``llava:multimodal`` of the models that see or hear; ``multimodal`` does all of these.
+``llama``, or ``llava:multimodal`` of the models that see or hear; ``multimodal`` does all of these, ``plan`` what the
+planner reads alone.
 """
 
 import json
@@ -17,6 +18,7 @@ from torch.nn.functional import cross_entropy
 
 import ringspan as rs
 from ringspan.measure.machine import describe_machine
+from ringspan.plan.model.configs import from_config
 from ringspan.torch.layers.decoder import STATEFUL_LAYERS, text_config
 from ringspan.torch.model.support import refuse_config, refuse_unsupported
 from ringspan.torch.model.view import view_of
@@ -49,6 +51,7 @@ TRIALS: Final = {
 PROMPT, READ_AT_ONCE, WRITTEN, RANKS = 75, 17, 12, 2
 GENERATION: Final = "generation"
 IMAGES: Final = "images"
+PLAN: Final = "plan"
 IN_DEFAULT_DTYPE: Final = ("xglm",)  # models that make a number of the default dtype of one of their own
 IN_FLOAT32: Final = ("llama4", "qwen3_vl_moe", "qwen3_5_moe")  # whose tables or experts know no float64
 IN_FLOAT64: Final = ("qwen3_5",)  # on rings too: the gradients of its decays are as small as float32's rounding
@@ -187,7 +190,7 @@ def judge(pool: Pool, kind: str) -> dict[str, Any]:
         }
         if "refused" in row[trial] and trial == "sequence":
             return row
-    row[GENERATION] = judge_generation(pool, kind)
+    row |= {GENERATION: judge_generation(pool, kind), PLAN: read_by_planner(kind)}
     if kind.endswith(MULTIMODAL) and kind.removesuffix(MULTIMODAL) in WITH_IMAGES:
         row[IMAGES] = judge_images(pool, kind.removesuffix(MULTIMODAL))
     return row
@@ -207,6 +210,19 @@ def judge_images(pool: Pool, kind: str) -> dict[str, Any]:
         "error": max(error_of(each, truth) for each in outcomes),
         "alone": error_of(plain, truth),
     }
+
+
+def read_by_planner(kind: str) -> dict[str, Any]:
+    """Whether the planner counts the parameters of a type's model, of which it is given the config; or why not."""
+    config, model_type = tiny_config(kind), kind.removesuffix(MULTIMODAL)
+    with torch.device("meta"):  # of those that see the planner counts the towers too, unless the text alone is loaded
+        autos = {auto_class(each) for each in KINDS if each in (model_type, model_type + MULTIMODAL)}
+        counts = [auto.from_config(config).num_parameters() for auto in autos]
+    try:
+        shape = from_config(json.loads(config.to_json_string(use_diff=False)), model_type)
+    except rs.RingspanError as error:
+        return {"refused": str(error)}
+    return {"read": True} if shape.parameters in counts else {"failed": f"{shape.parameters} parameters of {counts}"}
 
 
 def refusal_without_trial(kind: str) -> str:
@@ -267,9 +283,13 @@ def page(facts: dict[str, Any]) -> str:
         "two ranks of a ring times two that share the heads ([tensor parallelism](tensor-parallel.md)).",
         f"Generation: the {WRITTEN} most likely tokens after a prompt of {PROMPT}, read by two ranks in chunks of",
         f"{READ_AT_ONCE} each: all are those of one process in float32, and this is the relative error of their logits",
-        "against its own (bound 1e-5).",
+        "against its own (bound 1e-5). Plan: `ringspan plan` reads the type's config, and counts the parameters of its",
+        f"model ([planning](planning.md)); {sum('read' in row[PLAN] for row in ran)} types of both tables are read. "
+        "Not these:",
         "",
-        *_table(texts, (*TRIALS, GENERATION)),
+        *(f"- {row[PLAN]['refused']}" for row in ran if "refused" in row[PLAN]),
+        "",
+        *_table(texts, (*TRIALS, GENERATION, PLAN)),
         "",
         'Types without activation checkpointing in transformers (ctrl, jetmoe) need `checkpoint="none"`.',
         "",
@@ -290,7 +310,7 @@ def page(facts: dict[str, Any]) -> str:
         "(bound 1e-5); see [multimodal.md](multimodal.md). Where there is no number the decoder goes on the ring and",
         "trains on text, and images or sounds in a batch raise.",
         "",
-        *_table(seeing, (*TRIALS, GENERATION, IMAGES)),
+        *_table(seeing, (*TRIALS, GENERATION, IMAGES, PLAN)),
         "",
         "## What raises an error",
         "",
@@ -333,6 +353,8 @@ def _name(kind: str) -> str:
 
 
 def _cell(outcome: dict[str, Any]) -> str:
+    if "read" in outcome:
+        return "yes"
     return f"{outcome['error']:.0e}" if "error" in outcome else "refused" if "refused" in outcome else "fails"
 
 
@@ -342,9 +364,12 @@ def main(kinds: list[str]) -> int:
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     before = {row["kind"]: row for row in json.loads(RESULTS.read_text())["rows"]} if kinds else {}
     pool, bad = Pool(), []
+    for row in before.values() if kinds == [PLAN] else ():
+        if "error" in row.get("sequence", {}):
+            row[PLAN] = read_by_planner(row["kind"])
     for kind in (kind for kind in KINDS if not kinds or {kind, *kind.split(":")} & {*kinds}):
         row = before[kind] = judge(pool, kind)
-        outcomes = [row[trial] for trial in (*TRIALS, GENERATION, IMAGES) if trial in row]
+        outcomes = [row[trial] for trial in (*TRIALS, GENERATION, IMAGES, PLAN) if trial in row]
         if any("failed" in outcome or not is_exact(outcome) for outcome in outcomes):
             bad.append(kind)
         print(json.dumps(row), flush=True)

@@ -8,15 +8,17 @@ from collections import Counter
 import pytest
 from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
+from tests.cases import few
+from tests.every_model import run
 from tests.every_model.refusals import refusal_of
-from tests.every_model.run import GENERATION, IMAGES, PAGE, RESULTS, TRIALS, WITH_IMAGES, is_exact, page
+from tests.every_model.run import GENERATION, IMAGES, PAGE, PLAN, RESULTS, TRIALS, WITH_IMAGES, is_exact
 from tests.every_model.tiny import KINDS, MULTIMODAL, auto_class, tiny_config
 
 FACTS = json.loads(RESULTS.read_text(encoding="utf-8"))
 
 
 def test_the_page_is_that_of_the_results():
-    assert page(FACTS) == PAGE.read_text(encoding="utf-8")
+    assert run.page(FACTS) == PAGE.read_text(encoding="utf-8")
 
 
 def test_the_readme_has_the_numbers_of_the_page():
@@ -34,6 +36,11 @@ def test_every_model_that_runs_is_exact_and_none_fails():
     outcomes = [row[trial] for row in FACTS["rows"] for trial in (*TRIALS, GENERATION, IMAGES) if trial in row]
     assert sum("error" in outcome for outcome in outcomes) > 700
     assert all(is_exact(outcome) and "failed" not in outcome for outcome in outcomes)
+
+
+@pytest.mark.parametrize("row", few([row for row in FACTS["rows"] if PLAN in row], 3), ids=lambda row: row["kind"])
+def test_the_planner_reads_a_type_or_says_why_not(row):
+    assert run.read_by_planner(row["kind"]) == row[PLAN] and "failed" not in row[PLAN]
 
 
 def test_every_type_is_there_and_each_that_sees_on_a_ring_was_given_images():

@@ -16,15 +16,29 @@ from ringspan.core.errors import RingspanError
 from ringspan.plan.cluster.devices import DEVICES
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.model.configs import MODELS
+from ringspan.plan.model.shapes import ModelShape
 from ringspan.plan.planner import Plan, make_plan
 from ringspan.plan.search import Question
 
 FILE: Final = Path(__file__).with_suffix(".json")
 COUNT: Final = 700
 # Without the one that needs rings of thousands of small devices, which take seconds each.
-_SHAPES: Final = {name: shape for name, shape in MODELS.items() if name != "gpt-175b"} | {
-    "windows": replace(MODELS["llama-3.2-1b"], name="windows", windows=(4096,) * 16),
-    "some-windows": replace(MODELS["qwen3-8b"], name="some-windows", windows=(1024, 1024, 1024, None) * 9),
+_NAMES: Final = [
+    "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "llama-3b", "llama-7b", "llama-13b", "llama-30b", "llama-65b",
+    "llama-2-70b", "llama-3.1-8b", "llama-3.1-70b", "llama-3.1-405b", "llama-3.2-1b", "llama-3.2-3b", "qwen3-0.6b",
+    "qwen3-1.7b", "qwen3-4b", "qwen3-8b", "qwen3-14b", "qwen3-32b",
+]  # fmt: skip
+
+
+def windowed(shape: ModelShape, *windows: int | None) -> ModelShape:
+    """A shape whose layers have these windows in turn."""
+    kinds = (replace(kind, window=windows[at % len(windows)]) for at, kind in enumerate(shape.kinds))
+    return replace(shape, kinds=tuple(kinds))
+
+
+_SHAPES: Final = {name: MODELS[name] for name in _NAMES} | {
+    "windows": windowed(MODELS["llama-3.2-1b"], 4096),
+    "some-windows": windowed(MODELS["qwen3-8b"], 1024, 1024, 1024, None),
 }
 _DEVICE_COUNTS: Final = (1, 2, 3, 4, 8, 12, 16, 32, 64, 512)
 _LENGTHS: Final = (1, 4096, 32_768, 131_072, 1_000_003, 1 << 20, 1 << 23, 1 << 26)

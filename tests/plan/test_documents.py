@@ -14,6 +14,7 @@ from ringspan.plan.documents import compare_layouts, read_documents
 from ringspan.plan.model.configs import model_shape
 from ringspan.plan.planner import make_plan
 from ringspan.plan.search import Question
+from tests.plan.plans import windowed
 
 
 def question(model="llama-3.1-8b", devices=8, length=65_536, **options):
@@ -85,7 +86,7 @@ def test_balance_is_that_of_the_pairs_and_one_document_is_the_plan_itself():
 
 def test_windows_and_given_routes_are_kept():
     asked = question(route="all-gather")
-    asked = replace(asked, shape=replace(asked.shape, windows=(None, 4096) * (asked.shape.layers // 2)))
+    asked = replace(asked, shape=windowed(asked.shape, None, 4096))
     rows = compare_layouts(asked, make_plan(asked).setting, read_documents("lognormal:9000", asked.length))
     assert {row.setting.route for row in rows} == {"all-gather"}
 

@@ -13,16 +13,20 @@ from ringspan.core.schedule.schedule import make_schedule
 from ringspan.plan.cluster.hardware import DEVICES
 from ringspan.plan.cost import loop
 from ringspan.plan.cost.cost import step_cost
-from ringspan.plan.cost.memory import attention_backward_bytes, training_memory
+from ringspan.plan.cost.memory import RESERVE, attention_backward_bytes, training_memory
 from ringspan.plan.cost.passes import attention_passes
+from ringspan.plan.cost.setting import Setting
 from ringspan.plan.model.configs import MODELS
 from ringspan.plan.planner import _Race, make_plan, weighed_seconds
 from ringspan.plan.search import Question, longest, meshes, policies, routes
 from ringspan.plan.snippet import python_call, toml_tables
 from tests.cases import long
+from tests.plan.plans import windowed
 
 LLAMA = MODELS["llama-3.1-8b"]
 H100 = DEVICES["h100-80gb"]
+LARGER = MODELS["llama-13b"]
+ALONE = {"devices": 1, "length": 4096, "device": replace(H100, host_bandwidth=0.0)}
 
 
 def plan_for(**changes):
@@ -114,9 +118,9 @@ def test_a_fitting_plan_stays_within_the_device_and_a_longer_one_than_its_longes
 
 
 def test_windows_stay_between_neighbours():
-    windowed = replace(MODELS["llama-3.2-1b"], windows=(4096,) * 16)
-    assert plan_for(shape=windowed, length=1 << 20, devices=8).setting.layout == "contiguous"
-    mixed = replace(MODELS["llama-3.2-1b"], windows=(4096, None) * 8)
+    all_windowed = windowed(MODELS["llama-3.2-1b"], 4096)
+    assert plan_for(shape=all_windowed, length=1 << 20, devices=8).setting.layout == "contiguous"
+    mixed = windowed(MODELS["llama-3.2-1b"], 4096, None)
     assert plan_for(shape=mixed, length=1 << 20, devices=8).setting.layout == "zigzag"
 
 
@@ -128,6 +132,48 @@ def test_an_impossible_budget_says_what_would_fit():
     enough = next(int(r.split(" fit on ")[1].split()[0]) for r in plan.reasons if " fit on " in r)
     assert plan_for(devices=enough, length=length).fits
     assert not plan_for(devices=enough // 2, length=length).fits
+
+
+@pytest.mark.parametrize(
+    ("changes", "option"),
+    [
+        ({"devices": 8, "length": 1 << 18, "shape": MODELS["llama-3.1-70b"]}, "--parameter-dtype bfloat16"),
+        ({"shape": LARGER, "parameter_dtype": "bfloat16", **ALONE}, "--devices 2"),
+        ({"shape": LARGER, **ALONE}, "--lora 16"),
+    ],
+)
+def test_what_does_not_fit_names_the_smallest_change_that_does(changes, option):
+    plan = plan_for(**changes)
+    change = plan.as_json()["smallest_change"]
+    assert not plan.fits and change["option"] == option and change["peak_bytes"] < plan.question.device.memory_bytes
+
+
+def test_adapters_take_no_gradients_and_moments_of_what_is_frozen():
+    """Of Llama 3.1 8B: seven linear layers each, 12 C + 2 D G + 3 I rows and columns; packed, half a byte each."""
+    ranks, length = 4, 1 << 15
+    setting, frozen = Setting(length=length, ring=ranks, parameter_dtype="bfloat16"), LLAMA.adapted(16)
+    adapters = 16 * 32 * (2 * 8192 + 2 * (4096 + 1024) + 3 * (4096 + 14_336))
+    whole, adapted = (training_memory(shape, setting) for shape in (LLAMA, frozen))
+    packed = training_memory(LLAMA.adapted(16, "nf4"), setting)
+    assert frozen.trained == adapters == frozen.parameters - LLAMA.parameters
+    assert adapted.bytes["parameters"] == (2 * LLAMA.parameters + 4 * adapters) // ranks
+    assert adapted.bytes["optimizer"] == 8 * adapters // ranks
+    linears = 32 * LLAMA.kinds[0].linears[2]
+    saved = adapted.bytes["parameters"] - packed.bytes["parameters"]
+    assert saved == pytest.approx((2 - 0.5625) * linears / ranks, rel=1e-6)
+    assert packed.peak_bytes < adapted.peak_bytes < whole.peak_bytes
+    times = [step_cost(shape, setting, H100, 1) for shape in (LLAMA, frozen, LLAMA.adapted(16, "nf4"))]
+    assert times[1].compute_seconds < times[2].compute_seconds < times[0].compute_seconds
+    assert times[2].shard_bytes < 0.5 * times[1].shard_bytes < 0.5 * times[0].shard_bytes
+    assert "rank = 16" in toml_tables(plan_for(shape=frozen).question, setting)
+
+
+def test_a_plan_fits_with_an_allowance_for_the_allocator_alone():
+    plan = plan_for()
+    dynamic = sum(plan.memory.bytes[name] for name in ("activations", "temporaries", "communication"))
+    assert plan.memory.reserve_bytes == plan.as_json()["reserve_bytes"] == round(RESERVE * dynamic) > 0
+    for memory, fits in ((plan.memory.needed_bytes, True), (plan.memory.needed_bytes - 1, False)):
+        assert replace(plan.question, device=replace(H100, memory_bytes=memory)).fits(plan.setting) == fits
 
 
 def test_what_fits_is_never_longer_than_the_longest():
@@ -150,7 +196,7 @@ def test_a_given_route_is_planned_with_its_memory_and_bytes():
     assert any("route all-gather, as asked" in reason for reason in gathered.reasons)
     alike = replace(around.setting, route="all-gather")
     assert plan_for(route="all-gather").memory == training_memory(LLAMA, gathered.setting)
-    assert attention_backward_bytes(LLAMA, alike) != attention_backward_bytes(LLAMA, around.setting)
+    assert attention_backward_bytes(LLAMA.attention, alike) != attention_backward_bytes(LLAMA.attention, around.setting)
     with pytest.raises(UnsupportedError, match="groups of 3 do not divide 16 ranks"):
         plan_for(route="ulysses:3")
 
@@ -212,7 +258,7 @@ def test_moments_go_to_the_host_where_the_device_has_no_room_for_them():
 
 
 def test_layers_share_inputs_where_these_do_not_fit_and_the_ring_need_not_run_again_for_that():
-    plan = plan_for(devices=8, length=1 << 20)
+    plan = plan_for(devices=8, length=15 << 16)
     setting = plan.setting
     assert (setting.checkpoint, setting.layers_per_checkpoint, setting.offload) == ("attention", 2, "none")
     assert any("2 layers per checkpoint" in reason for reason in plan.reasons)

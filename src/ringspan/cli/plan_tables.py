@@ -25,6 +25,7 @@ def show(answer: Plan, result: dict[str, Any], mesh: str, layouts: Sequence[Layo
     has = shown_bytes(answer.question.device.memory_bytes)
     rows = [(name, shown_bytes(num_bytes)) for name, num_bytes in result["bytes"].items() if num_bytes]
     rows += [("peak", f"{shown_bytes(result['peak_bytes'])} of {has}")]
+    rows += [("allowance for the allocator", shown_bytes(result["reserve_bytes"]))]
     facts(out, "memory per device at the peak", rows)
     here = min(answer.question.devices, answer.question.device.devices_per_node)
     per_device = [
@@ -67,12 +68,16 @@ def _documents(out: Console, result: dict[str, Any], layouts: Sequence[LayoutCos
 def _verdict(out: Console, answer: Plan, result: dict[str, Any]) -> None:
     """Print the fit and its reason, the longest length that fits, and the request."""
     question, device = answer.question, answer.question.device
-    needs, has, where = result["peak_bytes"], device.memory_bytes, "at the peak"
+    needs, has, where = result["peak_bytes"] + result["reserve_bytes"], device.memory_bytes, "at the peak"
     if not result["fits"] and needs <= has:
         what, needs = question.host_shortage(answer.setting) or ("train", result["host_bytes"])
         has, where = device.host_memory_bytes, f"in the host's memory to {what}"
-    verb = "of" if result["fits"] else "needed, more than the"
+    verb, change = "of" if result["fits"] else "needed, more than the", result["smallest_change"]
     need = f"{shown_bytes(needs)} {verb} {shown_bytes(has)} per device {where}"
+    if change:
+        where = "" if where == "at the peak" else f" {where}"
+        need = f"needs {shown_bytes(needs)} of {shown_bytes(has)}{where}"
+        need += f"; with {change['option']} {shown_bytes(change['peak_bytes'])}"
     verdict = Text("fits: yes" if result["fits"] else "fits: no", style="bold green" if result["fits"] else "bold red")
     out.print(verdict + Text(f", {need}", style="not bold"), soft_wrap=True)
     longest = "longest sequence that fits: "

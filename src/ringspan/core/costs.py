@@ -18,60 +18,23 @@ _FLOAT32: Final = DTYPE_BYTES["float32"]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSizes:
-    """Sizes of one decoder layer, or of one rank's share of it.
-
-    ``family``: ``llama`` (RMS norms, gated feed-forward, rotary positions; Mistral and Qwen too) or ``gpt2`` (layer
-    norms, biases, a plain feed-forward, learned positions).
-    """
+    """Sizes of one decoder layer of the Llama family, or of one rank's share of it."""
 
     hidden: int
     heads: int
     kv_heads: int
     head_dim: int
     intermediate: int
-    family: str = "llama"
-    qk_norm: bool = False
-
-    @property
-    def query_size(self) -> int:
-        """Numbers in all query heads of a token."""
-        return self.heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        """Numbers in all key heads of a token; as many are in its value heads."""
-        return self.kv_heads * self.head_dim
 
 
-def norm_bytes(size: int, number_bytes: int, family: str = "llama", *, in_chunks: bool = False) -> int:
+def norm_bytes(size: int, number_bytes: int, *, is_rms: bool = True, in_chunks: bool = False) -> int:
     """Return the bytes that a norm over ``size`` numbers saves, its result for the next product included.
 
     Below float32, transformers' RMS norm keeps a float32 copy of its input, unless it runs in chunks.
     """
-    if family == "gpt2":
+    if not is_rms:
         return 2 * number_bytes * size + 2 * _FLOAT32
-    if in_chunks:
-        return 2 * number_bytes * size
-    return _FLOAT32 * size + _FLOAT32 + 2 * number_bytes * size
-
-
-def layer_parts(sizes: LayerSizes, number_bytes: int, *, norms_in_chunks: bool = False) -> dict[str, int]:
-    """Return the bytes per token of all that a layer saves without checkpointing, in order of creation."""
-    s = number_bytes
-    heads = s * (sizes.query_size + 2 * sizes.kv_size)
-    if sizes.qk_norm:  # inputs, in float32 and normed; the results are what rotates, which keeps nothing
-        inputs = sizes.query_size + sizes.kv_size
-        copies = 0 if norms_in_chunks else _FLOAT32 * (inputs + sizes.heads + sizes.kv_heads)
-        heads += s * inputs + copies
-    norm = norm_bytes(sizes.hidden, s, sizes.family, in_chunks=norms_in_chunks)
-    return {
-        "norm": norm,
-        "heads": heads,
-        "attention": s * sizes.query_size + _FLOAT32 * sizes.heads,
-        "feedforward_norm": norm,
-        # gate, up, its activation and their product; the plain one's GELU is five operators that keep their inputs
-        "feedforward": (4 if sizes.family == "llama" else 6) * s * sizes.intermediate,
-    }
+    return 2 * number_bytes * size + (0 if in_chunks else _FLOAT32 * size + _FLOAT32)
 
 
 def saved_bytes(
@@ -82,11 +45,10 @@ def saved_bytes(
     layers: int = 1,
     layers_per_checkpoint: int = 1,
     feedforward_in_chunks: bool = False,
-    norms_in_chunks: bool = False,
 ) -> int:
     """Return the bytes per token that ``layers`` layers keep from forward to backward.
 
-    Per layer of the Llama family, with whole norms and without norms on queries and keys:
+    Per layer, with whole norms and without norms on queries and keys:
 
         full        s C                                   the input, of the first of ``layers_per_checkpoint`` layers
         attention   s C + s H D + 4 H                     and, of each layer, the ring's result and log-sum-exp
@@ -94,11 +56,14 @@ def saved_bytes(
                     + 2 s (H + G) D + 4 H                 queries, keys, values, result and log-sum-exp
                     + 4 s I                               the gated feed-forward, unless it runs in chunks
     """
-    parts = layer_parts(sizes, number_bytes, norms_in_chunks=norms_in_chunks)
+    s, outs = number_bytes, sizes.heads * sizes.head_dim
+    attention = s * outs + _FLOAT32 * sizes.heads
     if checkpoint == "none":
-        return layers * (sum(parts.values()) - (parts["feedforward"] if feedforward_in_chunks else 0))
+        queries = s * (outs + 2 * sizes.kv_heads * sizes.head_dim)
+        feedforward = 0 if feedforward_in_chunks else 4 * s * sizes.intermediate
+        return layers * (2 * norm_bytes(sizes.hidden, s) + queries + attention + feedforward)
     inputs = -(-layers // layers_per_checkpoint)
-    return number_bytes * sizes.hidden * inputs + (layers * parts["attention"] if checkpoint == "attention" else 0)
+    return s * sizes.hidden * inputs + (layers * attention if checkpoint == "attention" else 0)
 
 
 class LossBytes(NamedTuple):

@@ -83,7 +83,7 @@ def compare_layouts(question: Question, setting: Setting, lengths: tuple[int, ..
         ConfigError: the ring has more than 64 ranks.
         UnsupportedError: the model's layers have states, or it has towers.
     """
-    if not question.shape.is_plain:
+    if question.shape.has_states or question.shape.sees:
         what = "towers" if question.shape.sees else "layers with states"
         raise UnsupportedError(
             f"--documents: {question.shape.name} has {what}, which are not timed by documents; leave it out"

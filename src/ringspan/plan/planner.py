@@ -7,7 +7,7 @@ from functools import partial
 from itertools import groupby, product
 from typing import Any, Final
 
-from ringspan.core.errors import ConfigError
+from ringspan.core.errors import ConfigError, RingspanError
 from ringspan.core.names import CHECKPOINT_NAMES
 from ringspan.core.schedule.choice import WORTH_IT
 from ringspan.plan.cluster.hardware import min_block_tokens, min_tokens_per_device
@@ -21,6 +21,7 @@ from ringspan.plan.search import Question, layouts, longest_setting, meshes, pol
 
 # A larger ring only sends more; the smallest that fit, with the optimizer on the device, are worth comparing.
 _TIMED_RINGS: Final = 3
+_RANK: Final = 16  # of the adapters that are proposed where all weights do not fit
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +34,8 @@ class Plan:
     cost: StepCost
     longest: Setting | None
     reasons: tuple[str, ...]
+    change: tuple[str, int] | None = None
+    """Smallest change of one option with which it fits, and the bytes at the peak then; None if it fits, or none."""
 
     @property
     def fits(self) -> bool:
@@ -52,6 +55,7 @@ class Plan:
         return {
             "fits": self.fits,
             "peak_bytes": self.memory.peak_bytes,
+            "reserve_bytes": self.memory.reserve_bytes,
             "bytes": self.memory.bytes,
             "peak_moment": self.memory.moment,
             "mesh": {
@@ -72,20 +76,14 @@ class Plan:
             "optimizer_on_host": setting.optimizer_on_host,
             "host_bytes": host_bytes(self.question.shape, setting),
             "host": host_use(self.question.shape, setting),
+            "smallest_change": {"option": self.change[0], "peak_bytes": self.change[1]} if self.change else None,
             "max_length_tokens": self.max_length_tokens,
             "max_length_needs": needs(self.longest) if self.longest else "",
             "min_block_tokens": blocks,
             "min_tokens_per_device": {link: round(min_tokens_per_device(c)) for link, c in blocks.items()},
             "link_bytes_per_step": {
-                name: round(getattr(self.cost, f"{field}_bytes"))
-                for name, field in (
-                    ("ring", "ring"),
-                    ("shards", "shard"),
-                    ("tensor_sums", "tensor"),
-                    ("intra_node", "intra_node"),
-                    ("inter_node", "inter_node"),
-                    ("host", "host"),
-                )
+                {"shard": "shards", "tensor": "tensor_sums"}.get(name, name): round(getattr(self.cost, f"{name}_bytes"))
+                for name in ("ring", "shard", "tensor", "intra_node", "inter_node", "host")
             },
             "step_seconds": self.cost.seconds,
             "mfu": self.cost.mfu,
@@ -134,9 +132,8 @@ def make_plan(question: Question) -> Plan:
             f"--length {question.length}: what it holds ({options}) makes {shape.placed_tokens:,} tokens alone; give "
             "more, or fewer or smaller images"
         )
-    setting = _fastest(question)
-    if setting is None:
-        setting = min(_settings(question), key=partial(_shortage, question))
+    fastest = _fastest(question)
+    setting = fastest or min(_settings(question), key=partial(_shortage, question))
     memory, cost = training_memory(question.shape, setting), question.step_cost(setting)
     longest = longest_setting(question)
     if longest and longest.length < shape.placed_tokens:  # which it cannot hold
@@ -148,12 +145,37 @@ def make_plan(question: Question) -> Plan:
         cost=cost,
         longest=longest,
         reasons=tuple(why(question, setting, memory, cost, longest)),
+        change=None if fastest else _smallest_change(question, longest),
     )
+
+
+def _smallest_change(question: Question, longest: Setting | None) -> tuple[str, int] | None:
+    """Return the first single option with which a question fits, and its bytes at the peak: another dtype for
+    parameters, more devices, adapters, or a shorter length. What hosts can take is in every plan.
+    """
+    counts = [times * question.devices for times in (2, 4, 8)]
+    twice, *more = [(f"--devices {count}", {"devices": count}) for count in counts]
+    tried: list[tuple[str, dict[str, Any]]] = [("--parameter-dtype bfloat16", {"parameter_dtype": "bfloat16"}), twice]
+    if not question.shape.lora and not question.shape.sees:
+        tried.append((f"--lora {_RANK}", {"shape": question.shape.adapted(_RANK)}))
+    tried += more
+    if longest:  # as soon as half of it is left
+        at = 3 if 2 * longest.length >= question.length else len(tried)
+        tried.insert(at, (f"--length {longest.length}", {"length": longest.length}))
+    for option, change in tried:
+        try:
+            other = replace(question, **change)
+            setting = _fastest(other)
+        except RingspanError:  # no mesh of so many devices, or with so few tokens
+            continue
+        if setting is not None:
+            return option, training_memory(other.shape, setting).peak_bytes
+    return None
 
 
 def _shortage(question: Question, setting: Setting) -> tuple[int, int]:
     """Return the bytes that a setting lacks: on the device, then on the host."""
-    on_device = training_memory(question.shape, setting).peak_bytes
+    on_device = training_memory(question.shape, setting).needed_bytes
     on_host = question.host_shortage(setting)
     return max(on_device, question.device.memory_bytes), on_host[1] if on_host else 0
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.layout import Layout
@@ -9,7 +10,7 @@ from ringspan.core.messages.units import shown_bytes, shown_seconds
 from ringspan.core.names import CHECKPOINT_NAMES
 from ringspan.plan.cost.cost import StepCost, block_tokens_for_overlap
 from ringspan.plan.cost.kept import pixel_bytes, seen_bytes
-from ringspan.plan.cost.memory import Memory, host_bytes, host_use, training_memory
+from ringspan.plan.cost.memory import RESERVE, Memory, host_bytes, host_use, training_memory
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.cost.states import state_bytes
 from ringspan.plan.model.shapes import ModelShape
@@ -43,7 +44,12 @@ def why(question: Question, setting: Setting, memory: Memory, cost: StepCost, lo
         yield from _why_this_policy(question, setting)
     if setting.ring > 1:
         yield _why_this_layout(setting)
-    yield f"the peak is in the {memory.moment}: {shown_bytes(memory.peak_bytes)} of {shown_bytes(device.memory_bytes)}"
+    yield (
+        f"the peak is in the {memory.moment}: {shown_bytes(memory.peak_bytes)} of {shown_bytes(device.memory_bytes)}; "
+        f"{shown_bytes(memory.reserve_bytes)} more, {RESERVE:.0%} of activations, temporaries and communication, are "
+        "an allowance for what the allocator reserves with expandable segments (ringspan train sets them; one H100 "
+        "reserved 32% without)"
+    )
     yield from _about_host(question, setting)
     yield from _about_states(question, setting)
     yield from _about_towers(question, setting)
@@ -65,8 +71,8 @@ def _about_positions(shape: ModelShape, length: int) -> Iterator[str]:
 
 def _what_would_fit(question: Question, setting: Setting, memory: Memory, longest: Setting | None) -> Iterator[str]:
     shape, device = question.shape, question.device
-    short = f"{shown_bytes(memory.peak_bytes)} a device do not fit {shown_bytes(device.memory_bytes)}"
-    if memory.peak_bytes <= device.memory_bytes:
+    short = f"{shown_bytes(memory.needed_bytes)} a device do not fit {shown_bytes(device.memory_bytes)}"
+    if memory.needed_bytes <= device.memory_bytes:
         what, host = question.host_shortage(setting) or ("train", 0)
         short = (
             f"to {what} it, {shown_bytes(host)} a device do not fit its {shown_bytes(device.host_memory_bytes)} of "
@@ -97,7 +103,7 @@ def _why_this_ring(question: Question, setting: Setting) -> Iterator[str]:
         return
     if setting.ring * setting.tp == question.devices and question.batch == 1:
         alone = replace(setting, ring=1, route="ring", layout="contiguous", checkpoint=CHECKPOINT_NAMES[-1])
-        if training_memory(shape, alone).peak_bytes <= device.memory_bytes:
+        if training_memory(shape, alone).needed_bytes <= device.memory_bytes:
             yield "the sequence would fit one device; the ring only makes it faster, since one sequence has no replicas"
             return
     smaller = [mesh for mesh in meshes(question) if mesh.tp == setting.tp and mesh.ring < setting.ring]
@@ -123,7 +129,7 @@ def _why_this_route(question: Question, setting: Setting, cost: StepCost) -> Ite
     except UnsupportedError as error:
         yield f"route {setting.route}, {chosen}: {error}"
         return
-    need = training_memory(shape, around).peak_bytes
+    need = training_memory(shape, around).needed_bytes
     verb = "would take" if need <= device.memory_bytes else f"would need {shown_bytes(need)} and take"
     yield (
         f"route {setting.route}, {chosen}: {shown_seconds(cost.seconds)} per step, around the ring it {verb} "
@@ -133,8 +139,8 @@ def _why_this_route(question: Question, setting: Setting, cost: StepCost) -> Ite
 
 def _why_this_split(question: Question, setting: Setting, cost: StepCost) -> Iterator[str]:
     shape = question.shape
-    if shape.family == "gpt2":
-        yield f"no tensor parallelism was weighed: there is no plan for {shape.model_type} models"
+    if shape.unsplit and question.devices > 1:
+        yield f"no tensor parallelism was weighed: {shape.unsplit}"
     if setting.tp == 1:
         return
     sums = cost.tensor_bytes / question.device.bandwidth(setting.tp)
@@ -173,30 +179,27 @@ def _why_this_policy(question: Question, setting: Setting) -> Iterator[str]:
     budget, shape = question.device.memory_bytes, question.shape
     for faster in CHECKPOINT_NAMES[: CHECKPOINT_NAMES.index(setting.checkpoint)]:
         kept = {} if faster != "none" else {"offload": "none", "layers_per_checkpoint": 1}
-        need = training_memory(shape, replace(setting, checkpoint=faster, **kept)).peak_bytes
+        need = training_memory(shape, replace(setting, checkpoint=faster, **kept)).needed_bytes
         if need > budget:
             yield f"checkpoint={faster!r} would need {shown_bytes(need)}"
         else:
             yield f"checkpoint={faster!r} would fit ({shown_bytes(need)}), but is slower there, or with its host"
-    if setting.layers_per_checkpoint > 1:
-        need = training_memory(shape, replace(setting, layers_per_checkpoint=1)).peak_bytes
-        yield (
-            f"{setting.layers_per_checkpoint} layers per checkpoint, the inputs of all but the first made again: with "
-            f"one they would need {shown_bytes(need)}"
-        )
+
+    def without(**changes: Any) -> str:
+        return f"would need {shown_bytes(training_memory(shape, replace(setting, **changes)).needed_bytes)}"
+
+    if (layers := setting.layers_per_checkpoint) > 1:
+        need = without(layers_per_checkpoint=1)
+        yield f"{layers} layers per checkpoint, the inputs of all but the first made again: with one they {need}"
     if setting.feedforward_tokens and setting.checkpoint == "none":
-        need = training_memory(shape, replace(setting, feedforward_chunk_tokens=0)).peak_bytes
-        chunk = setting.feedforward_tokens
-        yield f"feed-forward in chunks of {chunk} tokens: all at once would need {shown_bytes(need)}"
+        need = without(feedforward_chunk_tokens=0)
+        yield f"feed-forward in chunks of {setting.feedforward_tokens} tokens: all at once {need}"
     if setting.offload != "none":
-        need = training_memory(shape, replace(setting, offload="none")).peak_bytes
-        yield (
-            f"activations wait on the host, {shown_bytes(host_bytes(shape, setting))} a device in all: on the device "
-            f"they would need {shown_bytes(need)}"
-        )
+        need, there = without(offload="none"), shown_bytes(host_bytes(shape, setting))
+        yield f"activations wait on the host, {there} a device in all: on the device they {need}"
     if setting.optimizer_on_host:
-        need = training_memory(shape, replace(setting, optimizer_on_host=False)).peak_bytes
-        yield f"AdamW's moments are on the host and step there: on the device they would need {shown_bytes(need)}"
+        need = without(optimizer_on_host=False)
+        yield f"AdamW's moments are on the host and step there: on the device they {need}"
 
 
 def _about_host(question: Question, setting: Setting) -> Iterator[str]:

@@ -48,8 +48,8 @@ class Question:
                 raise ConfigError(f"--{name} {getattr(self, name)}: at most {most:,} can be planned for")
 
     def fits(self, setting: Setting) -> bool:
-        """Return whether the devices, and their hosts, have the memory."""
-        if training_memory(self.shape, setting).peak_bytes > self.device.memory_bytes:
+        """Return whether the devices, with an allowance for their allocator, and their hosts have the memory."""
+        if training_memory(self.shape, setting).needed_bytes > self.device.memory_bytes:
             return False
         return self.host_shortage(setting) is None
 
@@ -73,7 +73,7 @@ class Question:
         on_device = training_memory(self.shape, setting)
         if self.host_shortage(setting) is not None:
             return True
-        return on_device.peak_bytes > self.device.memory_bytes and on_device.moment != ATTENTION_MOMENT
+        return on_device.needed_bytes > self.device.memory_bytes and on_device.moment != ATTENTION_MOMENT
 
 
 @lru_cache(maxsize=256)

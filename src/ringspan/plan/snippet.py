@@ -16,6 +16,8 @@ def toml_tables(question: Question, setting: Setting) -> str:
     if setting.optimizer_on_host:
         optimizer["on_host"] = True
     tables = {"mesh": mesh, "attention": _sent(setting), "memory": _kept(setting), "optimizer": optimizer}
+    if question.shape.lora:
+        tables["adapter"] = {"rank": question.shape.lora}
     return "\n\n".join("\n".join([f"[{name}]", *_assignments(table)]) for name, table in tables.items())
 
 

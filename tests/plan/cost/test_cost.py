@@ -5,14 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.planning_tables import dataset_flops_ratio
 from ringspan.plan.cluster.hardware import DEVICES, device
-from ringspan.plan.cost.cost import (
-    block_tokens_for_overlap,
-    causal_pairs,
-    dataset_flops_ratio,
-    model_flops,
-    step_cost,
-)
+from ringspan.plan.cost.cost import block_tokens_for_overlap, causal_pairs, model_flops, step_cost
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.model.configs import MODELS
 from ringspan.train.model import flops_per_token

@@ -13,13 +13,22 @@ from ringspan.core.schedule.timing import Speeds, forward_pass
 from ringspan.core.schedule.workspace import Shape
 from ringspan.plan.cluster.devices import Device
 from ringspan.plan.generation.cost import COLLECTIVE_SECONDS, Text, _fullest, _Times, text_bytes, text_cost
-from ringspan.plan.model.shapes import ModelShape
+from ringspan.plan.model.configs import from_config
 from tests.cases import pairwise
 
 MEASURED = Path(__file__).parents[3] / "benchmarks" / "results" / "generate-cpu-amd.json"
 # Two layers of 8 query and 2 key/value heads of 16 numbers. Weights of a layer: 2 x 128 x 128 + 2 x 128 x 32 for
 # attention and 3 x 128 x 200 for the feed-forward: 117,760. Of the head: 500 x 128 = 64,000.
-SHAPE = ModelShape(name="tiny", layers=2, hidden=128, heads=8, kv_heads=2, head_dim=16, intermediate=200, vocab=500)
+
+
+def llama(**sizes):
+    return from_config({"model_type": "llama", **sizes}, "tiny")
+
+
+SHAPE = llama(
+    num_hidden_layers=2, hidden_size=128, num_attention_heads=8, num_key_value_heads=2, intermediate_size=200,
+    vocab_size=500,
+)  # fmt: skip
 LAYER, HEAD = 117_760, 64_000
 DEVICE = Device(
     name="slow",
@@ -141,9 +150,10 @@ def test_the_fullest_rank_is_that_of_the_cache(ring, window, tokens):
 def test_bytes_are_near_those_that_were_measured():
     """The model of ``benchmarks.generation``, whose peak while reading counts gathered weights, not their shards."""
     measured = json.loads(MEASURED.read_text())
-    shape = ModelShape(
-        name="small", layers=4, hidden=256, heads=4, kv_heads=2, head_dim=64, intermediate=768, vocab=4096
-    )
+    shape = llama(
+        num_hidden_layers=4, hidden_size=256, num_attention_heads=4, num_key_value_heads=2, intermediate_size=768,
+        vocab_size=4096,
+    )  # fmt: skip
     _, cache, work = text_bytes(shape, Text(prompt=32_768, new_tokens=33, ring=2, dtype="float32"))
     assert cache == pytest.approx(measured["cache_bytes_per_rank"], rel=0.01)
     assert work + cache + 4 * shape.parameters == pytest.approx(measured["peak_bytes"], rel=0.1)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from ringspan.plan.documents import LayoutCost
     from ringspan.plan.generation.planner import TextPlan
     from ringspan.plan.model.media import Media
+    from ringspan.plan.model.shapes import ModelShape
     from ringspan.plan.planner import Plan
 
 EPILOG = (
@@ -72,8 +73,8 @@ CommDtype = Annotated[
 
 # What says how to train, and has no part in generation.
 _OF_TRAINING = (
-    "length", "parameter_dtype", "route", "comm_dtype", "images", "frames", "sound", "documents", "trace", "rank",
-    "picture",
+    "length", "parameter_dtype", "route", "comm_dtype", "lora", "weights", "images", "frames", "sound", "documents",
+    "trace", "rank", "picture",
 )  # fmt: skip
 
 
@@ -89,6 +90,12 @@ def command(
     parameter_dtype: ParameterDtype = "float32",
     route: Route = "auto",
     comm_dtype: CommDtype = "exact",
+    lora: Annotated[
+        int, typer.Option(min=0, help="Rank of adapters on all linear layers, trained alone; 0: all weights are.")
+    ] = 0,
+    weights: Annotated[
+        str, typer.Option(help="With --lora: the frozen weights of linear layers packed as int8, int4 or nf4.")
+    ] = "",
     images: Annotated[
         str | None,
         typer.Option(
@@ -132,7 +139,9 @@ def command(
 ) -> None:
     """Plan a training step on a cluster: memory, mesh, layout, route, checkpoint policy, time, longest sequence.
 
-    Analytic and without a framework, in under a second; with --trace the real step is traced as one of its ranks. With
+    Names that are known here need no framework and take less than a second. Any other model that runs on a ring
+    (docs/models.md, column "plan") is read from its config by running one layer of each kind without memory. With
+    --trace the real step is traced as one of its ranks. With
     --generate: whether weights and cache fit, on which mesh, and the time to the first token and of each after it.
     """
 
@@ -153,6 +162,9 @@ def command(
 
         show_text(answer, model)
         return
+    from ringspan.plan.documents import read_documents
+    from ringspan.plan.model.media import read_media
+
     for name, value in (("prompt", prompt), ("new-tokens", new_tokens)):
         if value is not None:
             raise ConfigError(f"--{name} {value} is for generation; add --generate")
@@ -161,14 +173,13 @@ def command(
             raise ConfigError(f"--picture {picture} draws a trace, or documents; add --trace or --documents")
         check_picture(picture, ".png", ".svg", ".pdf")
         require(f"--picture {picture}", "matplotlib")
-    from ringspan.plan.documents import read_documents
-    from ringspan.plan.model.media import read_media
-
     lengths = read_documents(documents, length) if documents is not None else ()
     if rank is not None and not trace:
         raise ConfigError(f"--rank {rank} is the rank that a trace plays; add --trace")
     media = read_media(images, frames, sound)
-    answer = planned(model, devices, device, nodes, length, batch, dtype, parameter_dtype, route, comm_dtype, media)
+    answer = planned(
+        model, devices, device, nodes, length, batch, dtype, parameter_dtype, route, comm_dtype, media, lora, weights
+    )
     result = answer.as_json()
     if trace:
         result |= _traced(answer, rank or 0, quiet=as_json)
@@ -221,6 +232,8 @@ def planned(
     route: str,
     comm_dtype: str = "exact",
     media: "Media | None" = None,
+    lora: int = 0,
+    weights: str = "",
 ) -> "Plan":
     """Return the plan for the command line's options; raise ConfigError for a bad option or uneven nodes."""
     from ringspan.core.names import COMM_DTYPE_NAMES, find_name
@@ -231,11 +244,23 @@ def planned(
     refuse_float16(dtype)
     refuse_float16(parameter_dtype, "--parameter-dtype")
     question = Question(
-        device=_kind(device, devices, nodes), shape=model_shape(model, media or {}, dtype), devices=devices,
-        length=length, batch=batch, dtype=dtype, parameter_dtype=parameter_dtype, route=route,
+        device=_kind(device, devices, nodes), shape=_adapted(model_shape(model, media or {}, dtype), lora, weights),
+        devices=devices, length=length, batch=batch, dtype=dtype, parameter_dtype=parameter_dtype, route=route,
         comm_dtype=find_name("--comm-dtype", comm_dtype, COMM_DTYPE_NAMES, ConfigError),
     )  # fmt: skip
     return make_plan(question)
+
+
+def _adapted(shape: "ModelShape", lora: int, weights: str) -> "ModelShape":
+    """Return a model with adapters, if a rank says so; raise ConfigError for packed weights without, or unknown."""
+    from ringspan.core.names import find_name
+    from ringspan.plan.model.shapes import PACKED_BYTES
+
+    if weights:
+        find_name("--weights", weights, tuple(PACKED_BYTES)[1:], ConfigError)
+        if not lora:
+            raise ConfigError(f"--weights {weights} freezes the weights; add --lora 16 to train adapters")
+    return shape.adapted(lora, weights) if lora else shape
 
 
 def planned_text(

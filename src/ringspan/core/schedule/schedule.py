@@ -116,11 +116,6 @@ class Schedule:
         """Tokens of keys and values, or of queries, that this rank sends in forward."""
         return sum(size(send.ranges) for hop in self.hops for send in hop.all_sends)
 
-    @property
-    def sent_gradient_tokens(self) -> int:
-        """Tokens of dk and dv that this rank sends in backward, or of partials of other ranks' queries."""
-        return sum(size(hop.gradient_on.ranges) + size(hop.gradient_to_owner) for hop in self.hops)
-
 
 @lru_cache(maxsize=256)
 def make_schedule(

@@ -1,5 +1,6 @@
 """The real training step of the real model, traced on fake tensors as one rank of many: nothing is computed or sent."""
 
+import json
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,14 +15,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.tile import Tile
 from ringspan.measure.trace.torch_seams import real_meshes
 from ringspan.measure.trace.tracker import MemoryTracker, Moment, end_step, train_step
+from ringspan.plan.cost.memory import Memory
 from ringspan.plan.cost.setting import Setting
+from ringspan.plan.model.reader import config_of
 from ringspan.plan.model.shapes import ModelShape
 from ringspan.plan.planner import Plan
 from ringspan.torch.data.batch import shard_batch
@@ -183,10 +186,11 @@ def trace_plan(answer: Plan, rank: int) -> Trace:
 
 def summary(traced: Trace, budget_bytes: int) -> dict[str, Any]:
     """Return what ``ringspan plan --trace`` shows in place of the formula's bytes, and the timeline."""
-    peak = traced.peak
+    peak, memory = traced.peak, Memory(traced.peak.phase, traced.peak.bytes)
     return {
-        "fits": peak.total_bytes <= budget_bytes,
+        "fits": memory.needed_bytes <= budget_bytes,
         "peak_bytes": peak.total_bytes,
+        "reserve_bytes": memory.reserve_bytes,
         "bytes": peak.bytes,
         "peak_moment": peak.phase,
         "rank": traced.rank,
@@ -208,33 +212,17 @@ def hugging_face_config(shape: ModelShape, length: int) -> PreTrainedConfig:
     """Return the config of a model of this shape, for sequences of this length.
 
     Raises:
-        UnsupportedError: a family that the ring does not run.
+        UnsupportedError: a model with towers or adapters, or a table of positions that is shorter.
     """
-    if shape.family == "gpt2" or not shape.is_plain:
-        kind = shape.model_type
-        raise UnsupportedError(f"{shape.name}: --trace builds llama, mistral, qwen2 and qwen3 models, not {kind}")
-    window = next((w for w in shape.layer_windows if w is not None), None)
-    values: dict[str, Any] = {
-        "vocab_size": shape.vocab,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.intermediate,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "max_position_embeddings": length,
-        "tie_word_embeddings": shape.tied,
-        "attention_bias": shape.output_bias,
-        "mlp_bias": shape.mlp_bias,
-        "sliding_window": window,
-        "use_sliding_window": window is not None,
-        "bos_token_id": None,
-        "eos_token_id": None,
-        "pad_token_id": None,
-    }
-    # Each family's config class has its own way to say which layers have windows, and refuses the others'.
-    if shape.model_type != "mistral":
-        values["layer_types"] = ["full_attention" if w is None else "sliding_attention" for w in shape.layer_windows]
-    if shape.model_type == "llama":
-        del values["layer_types"], values["sliding_window"], values["use_sliding_window"]
-    return AutoConfig.for_model(shape.model_type, **values)
+    if shape.sees:
+        raise UnsupportedError(f"{shape.name}: --trace builds language models, not {shape.model_type} with its towers")
+    if shape.lora:
+        raise UnsupportedError(f"{shape.name}: --trace trains all weights; leave out --trace, or --lora")
+    if 0 < shape.positions < length:
+        raise UnsupportedError(f"{shape.name} has {shape.positions:,} learned positions, fewer than --length {length}")
+    config = config_of(json.loads(shape.config), shape.name)
+    if not shape.positions and hasattr(config, "max_position_embeddings"):
+        config.max_position_embeddings = max(length, config.max_position_embeddings)
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        setattr(config, name, None)
+    return config

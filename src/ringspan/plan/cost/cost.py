@@ -4,7 +4,6 @@ Attention is timed in ``passes``, from the schedules that the ring carries out; 
 tokens of a rank, C hidden size, H, G heads, D head size, N ranks of the ring, P of tensor parallelism.
 """
 
-from collections import Counter
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,8 +11,8 @@ from ringspan.core.costs import training_flops
 from ringspan.core.schedule.timing import Pass, Speeds
 from ringspan.core.schedule.workspace import Shape, sent_itemsize
 from ringspan.plan.cluster.hardware import Device
-from ringspan.plan.cost.memory import local_parameter_bytes, saved_per_token
-from ringspan.plan.cost.passes import Passes, attention_passes, causal_pairs
+from ringspan.plan.cost.memory import local_trained_bytes, saved_per_token
+from ringspan.plan.cost.passes import Passes, attention_passes, causal_pairs, seen_pairs
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.cost.states import state_passes
 from ringspan.plan.model.kinds import LayerKind
@@ -59,10 +58,22 @@ class StepCost:
 
 def model_flops(shape: ModelShape, length: int) -> float:
     """Return the model FLOPs of one sequence, see ``training_flops``; those of states thrice, of towers per image."""
-    pairs = sum(causal_pairs(length, window) + shape.later_pairs for window in shape.layer_windows)
-    scanned = 3 * length * sum(kind.scan_flops for kind in shape.layer_kinds)
+    counts = shape.counted(shape.layers)
+    # Scores are made of as many numbers as keys have, results of as many as values.
+    pairs = sum(
+        count
+        * kind.calls
+        * kind.heads
+        * (kind.head_dim + kind.value_dim)
+        // 2
+        * (seen_pairs(kind, length) + shape.later_pairs)
+        for kind, count in counts.items()
+    )
+    scanned = 3 * length * sum(count * kind.scan_flops for kind, count in counts.items())
     seen = sum(tower.units * tower.flops.at(1) for tower in shape.towers)
-    return training_flops(shape.matrix_parameters, length, shape.query_size * pairs) + scanned + seen
+    # Of frozen weights, whose gradients are not computed.
+    frozen = shape.matrix_parameters - shape.trained_of_layers(shape.layers) if shape.lora else 0
+    return training_flops(shape.matrix_parameters, length, pairs) - 2.0 * frozen * length + scanned + seen
 
 
 def step_cost(
@@ -75,7 +86,8 @@ def step_cost(
     first and last hop, and launches.
     """
     steps = ((setting.micro_steps(batch) - 1, False), (1, True))
-    kinds = Counter(shape.split(setting.tp).layer_kinds)
+    local = shape.split(setting.tp)
+    kinds = local.counted(local.layers)
     parts: list[tuple[int, _Time]] = []
     for repeats, is_last in (step for step in steps if step[0]):
         times = _LayerTimes(shape, setting, device, attention, is_last=is_last)
@@ -90,7 +102,7 @@ def step_cost(
     flops = batch * model_flops(shape, setting.length)
     seconds, copied = total("seconds"), 0
     if setting.optimizer_on_host:
-        numbers = local_parameter_bytes(shape, setting)
+        numbers = local_trained_bytes(shape, setting)
         copied = _HOST_STEP_COPIES * numbers
         # The host's memory is taken to be as fast as the device's link to it.
         seconds += (copied + _HOST_STEP_ACCESSES * numbers) / device.host_bandwidth
@@ -148,8 +160,10 @@ class _LayerTimes:
 
     def root(self) -> _Time:
         """Compute the time of embedding, head and loss."""
-        compute = 3 * self.matrices(self.shape.vocab * self.shape.hidden)
-        return self._time(compute, compute, self.shape.root_parameters, Pass(0, 0, 0, 0), sums=self.root_sums, kept=0)
+        shape = self.shape
+        compute = (2 if shape.lora else 3) * self.matrices(shape.outside + shape.vocab * shape.hidden)
+        weights = self.setting.number_bytes * shape.root, shape.trained_root
+        return self._time(compute, compute, weights, Pass(0, 0, 0, 0), sums=self.root_sums, kept=0)
 
     def towers(self) -> _Time:
         """Compute the time of towers and projectors on the largest share of images, with the transfer of embeddings."""
@@ -163,22 +177,26 @@ class _LayerTimes:
         inside, outside = near * each, (others - near) * each if setting.ring > 1 else 0.0
         sent = inside / self.device.intra_node_bandwidth + outside / self.device.inter_node_bandwidth
         exchange = Pass(compute + sent, compute, inside, outside)
-        return self._time(compute, compute + sent, sum(self.shape.tower_layers), exchange, sums=0, kept=0)
+        weights = sum(self.shape.tower_layers)
+        return self._time(compute, compute + sent, (setting.number_bytes * weights, weights), exchange, sums=0, kept=0)
 
     def layer(self, kind: LayerKind) -> _Time:
         setting = self.setting
         passes = self._mixing(kind)
-        times = 3 + self.made_again
+        times = 2 + (kind.trained / kind.matrices if kind.frozen else 1) + self.made_again
         if self.again:  # the feed-forward's last product need not be computed again; blocks of it need nothing more
             times += 1
         elif setting.feedforward_tokens:
             times += min(1.0, kind.feedforward / kind.matrices)
         matrices = times * self.matrices(kind.matrices)
+        if kind.packed and self.device.memory_bandwidth:  # read, and written in full, for each pass
+            unpacked = self.shape.bytes_of(2 * kind.packed, kind.packed, setting.number_bytes)
+            matrices += (2 + bool(self.again)) * unpacked / self.device.memory_bandwidth
         attention = Pass(*(sum(column) for column in zip(Pass(0, 0, 0, 0), *passes, strict=True)))
         return self._time(
             matrices + attention.compute_seconds,
             matrices + attention.seconds,
-            kind.parameters,
+            (self.shape.bytes_of(kind.parameters, kind.packed, setting.number_bytes), kind.trained),
             attention,
             # Of attention and feed-forward, forward and backward; of what is computed again.
             sums=4 + bool(self.again) + bool(setting.feedforward_tokens) + 2 * self.made_again,
@@ -193,13 +211,19 @@ class _LayerTimes:
 
         States kept for backward (``attention``) are not recomputed; on one rank nothing is kept.
         """
-        setting, (sizes, speeds) = self.setting, self._attention()
+        setting, (sizes, speeds) = self.setting, self._attention(kind)
         passes: list[Pass] = []
         if kind.attends:
             forward, backward = self.passes(
                 setting.layout, setting.length, setting.ring, kind.window, setting.route, sizes, speeds,
                 setting.comm_dtype,
             )  # fmt: skip
+            # Chunks are timed as windows of as many tokens, of whose pairs they have about half.
+            share = seen_pairs(kind, setting.length) / causal_pairs(setting.length, kind.window)
+            forward, backward = (
+                Pass(*(kind.calls * cost for cost in (share * each.seconds, share * each.compute_seconds, *each[2:])))
+                for each in (forward, backward)
+            )
             passes += [forward, backward]
             passes += self._computed_again(forward) if self.attention_again else []
         if kind.scan or kind.halo:
@@ -214,9 +238,9 @@ class _LayerTimes:
     def _computed_again(self, forward: Pass) -> list[Pass]:
         return [forward, Pass(*(self.made_again * cost for cost in forward))]
 
-    def _attention(self) -> tuple[Shape, Speeds]:
-        shape, setting, device = self.shape, self.setting, self.device
-        sizes = shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim
+    def _attention(self, kind: LayerKind) -> tuple[Shape, Speeds]:
+        setting, device = self.setting, self.device
+        sizes = kind.heads, kind.kv_heads, kind.head_dim, kind.value_dim
         return (
             Shape(setting.batch, *sizes, setting.number_bytes),
             Speeds(
@@ -231,16 +255,19 @@ class _LayerTimes:
         self,
         compute: float,
         seconds: float,
-        parameters: int,
+        weights: tuple[int, int],
         attention: Pass,
         *,
         sums: float,
         kept: float,
         gathers: float = 2,
     ) -> _Time:
-        """Add FSDP and tensor-parallel traffic; nothing ends before every link has carried its bytes."""
+        """Add FSDP and tensor-parallel traffic; nothing ends before every link has carried its bytes.
+
+        ``weights`` are bytes that are gathered, and the number of those with gradients.
+        """
         setting, device = self.setting, self.device
-        gathered, reduced = self._shard_bytes(parameters, gathers)
+        gathered, reduced = self._shard_bytes(weights, gathers)
         hidden = setting.tokens * self.shape.hidden * setting.number_bytes
         tensor = sums * 2 * (1 - 1 / setting.tp) * hidden  # a sum is reduced in parts, which are then gathered
         host = 2.0 * setting.tokens * kept
@@ -270,11 +297,12 @@ class _LayerTimes:
             host_bytes=host,
         )
 
-    def _shard_bytes(self, parameters: int, gathers: float) -> tuple[float, float]:
+    def _shard_bytes(self, weights: tuple[int, int], gathers: float) -> tuple[float, float]:
         """Count the bytes of FSDP gathers and gradient reductions, and of the replicas' gradient sums."""
         setting = self.setting
-        around = parameters * (1 - 1 / setting.ring) * (gathers * setting.number_bytes + _GRADIENT_BYTES)
-        across = 2 * (1 - 1 / setting.replicate) * parameters / setting.ring * _GRADIENT_BYTES
+        num_bytes, trained = weights
+        around = (1 - 1 / setting.ring) * (gathers * num_bytes + trained * _GRADIENT_BYTES)
+        across = 2 * (1 - 1 / setting.replicate) * trained / setting.ring * _GRADIENT_BYTES
         return around, across if self.is_last else 0.0
 
 
@@ -287,14 +315,6 @@ def _shares(ranks: int, distance: int, per_node: int) -> dict[bool, float]:
     if together == ranks:
         return {True: 1.0}
     return {True: 1.0 if together > 1 else 0.0, False: 1 / together}
-
-
-def dataset_flops_ratio(hidden: int, length: int, base_length: int) -> float:
-    """Return how much dearer a dataset becomes at a longer context: ``(6 C + S2) / (6 C + S1)``.
-
-    From 24 C^2 + 4 S C FLOPs per token and layer (Liu, Zaharia, Abbeel 2023, appendix D), causal or not.
-    """
-    return (6 * hidden + length) / (6 * hidden + base_length)
 
 
 def block_tokens_for_overlap(shape: ModelShape, setting: Setting, device: Device, bandwidth: float) -> float:

@@ -4,59 +4,47 @@ Recurrences are counted as fused kernels hold them: inputs, result, and the stat
 Transformers' PyTorch code holds more.
 """
 
-from ringspan.core.costs import layer_parts, saved_bytes
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.cost.states import span_states
-from ringspan.plan.model.kinds import LayerKind
+from ringspan.plan.model.kinds import PARTS, LayerKind
 from ringspan.plan.model.shapes import ModelShape
 
 _FLOAT32 = 4
 
 
-def parts_of(local: ModelShape, kind: LayerKind, setting: Setting) -> dict[str, int]:
-    """Return bytes per token by part (``core.costs.layer_parts``); ``mixing`` is of recurrences and convolutions."""
-    a = setting.number_bytes
-    parts = layer_parts(local, a, norms_in_chunks=setting.norm_tokens > 0)
-    if not local.kinds:
-        return parts
-    if not kind.attends:
-        parts["heads"] = parts["attention"] = 0
-    if not kind.intermediate:
-        parts["feedforward_norm"] = 0
-    parts["feedforward"] = 4 * a * kind.intermediate
-    return parts | {"mixing": a * (kind.mixed + 2 * _out(kind))}
+def parts_of(kind: LayerKind, setting: Setting) -> dict[str, int]:
+    """Return bytes per token by ``kinds.PARTS``; ``attention`` is its result and log-sum-exp, ``mixing`` is of
+    recurrences and convolutions.
+    """
+    a, in_chunks = setting.number_bytes, setting.norm_tokens > 0
+    parts = {name: each.bytes(a, norms_in_chunks=in_chunks) for name, each in zip(PARTS, kind.kept, strict=True)}
+    return parts | {"attention": _result_bytes(kind, a), "mixing": a * (kind.mixed + 2 * _out(kind))}
+
+
+def _result_bytes(kind: LayerKind, number_bytes: int) -> int:
+    return kind.calls * (number_bytes * kind.out_size + _FLOAT32 * kind.heads)
 
 
 def saved_per_token(local: ModelShape, setting: Setting, layers: int) -> int:
     """Return the bytes per token that the first ``layers`` layers of a rank's share keep from forward to backward."""
-    if not local.kinds:
-        return saved_bytes(
-            local,
-            setting.number_bytes,
-            setting.checkpoint,
-            layers=layers,
-            layers_per_checkpoint=setting.layers_per_checkpoint,
-            feedforward_in_chunks=bool(setting.feedforward_tokens),
-            norms_in_chunks=bool(setting.norm_tokens),
-        )
-    kinds = local.kinds[:layers]
+    a, counts = setting.number_bytes, local.counted(layers)
     if setting.checkpoint == "none":
-        in_chunks = bool(setting.feedforward_tokens)
-        parts = (parts_of(local, kind, setting) for kind in kinds)
-        return sum(sum(each.values()) - in_chunks * each["feedforward"] for each in parts)
-    inputs = setting.number_bytes * local.hidden * -(-layers // setting.layers_per_checkpoint)
+        left = "feedforward" if setting.feedforward_tokens else ""
+        rows = ((parts_of(kind, setting), count) for kind, count in counts.items())
+        return sum(count * (sum(parts.values()) - parts.get(left, 0)) for parts, count in rows)
+    inputs = a * local.hidden * -(-layers // setting.layers_per_checkpoint)
     if setting.checkpoint == "full":
         return inputs
     # On one rank nothing is exchanged: results of states are computed again there.
-    outs = sum(setting.number_bytes * _out(kind) for kind in kinds) if setting.ring > 1 else 0
-    return inputs + outs + sum(parts_of(local, kind, setting)["attention"] for kind in kinds)
+    outs = a * (setting.ring > 1)
+    return inputs + sum(count * (outs * _out(kind) + _result_bytes(kind, a)) for kind, count in counts.items())
 
 
 def states_bytes(local: ModelShape, setting: Setting, layers: int) -> int:
     """Return the bytes of states and maps that the spans of the first ``layers`` layers keep, whatever their length."""
-    if not local.kinds or setting.checkpoint == "full":
+    if setting.checkpoint == "full":
         return 0
-    return sum(span_bytes(kind, setting) for kind in local.kinds[:layers])
+    return sum(count * span_bytes(kind, setting) for kind, count in local.counted(layers).items())
 
 
 def span_bytes(kind: LayerKind, setting: Setting) -> int:
@@ -94,4 +82,5 @@ def pixel_bytes(shape: ModelShape, setting: Setting) -> int:
 
 
 def _out(kind: LayerKind) -> int:
+    """Return the numbers of a token in the result of a recurrence or convolution."""
     return kind.scan.out if kind.scan else kind.channels

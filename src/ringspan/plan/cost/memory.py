@@ -23,6 +23,9 @@ from ringspan.plan.model.shapes import ModelShape
 
 ATTENTION_MOMENT: Final = "attention backward"  # the one that depends on the route
 
+# Of what a step allocates and frees: an allowance for expandable segments, which ``ringspan train`` sets. Without them
+# an H100 reserved 32% more (131,072 tokens, benchmarks/results).
+RESERVE: Final = 0.03
 _FLOAT32: Final = 4
 _INDICES: Final = 3 * 8  # tokens, positions and labels are int64
 _PIECES_AHEAD: Final = 3  # what offloading brings back ahead of its use: a layer's input, attention's result and lse
@@ -38,6 +41,15 @@ class Memory:
     @property
     def peak_bytes(self) -> int:
         return sum(self.bytes.values())
+
+    @property
+    def reserve_bytes(self) -> int:
+        """Bytes that the caching allocator holds beside these, in blocks that nothing fits."""
+        return round(RESERVE * sum(self.bytes[name] for name in ("activations", "temporaries", "communication")))
+
+    @property
+    def needed_bytes(self) -> int:
+        return self.peak_bytes + self.reserve_bytes
 
 
 def training_memory(shape: ModelShape, setting: Setting) -> Memory:
@@ -65,17 +77,22 @@ class _Step:
 
     def __init__(self, shape: ModelShape, setting: Setting) -> None:
         self.shape, self.setting = shape.split(setting.tp), setting
-        self.a, self.p = setting.number_bytes, setting.parameter_bytes
+        self.a, self.p = setting.number_bytes, _trained_bytes(shape, setting)
         self.tokens, self.ranks = setting.tokens, setting.ring
-        self.layer, self.root = self.shape.layer_parameters, self.shape.root_parameters
+        self._attention_bytes: dict[LayerKind, tuple[int, int]] = {}
+        self.root, kinds = self.shape.root, self.shape.counted(self.shape.layers)
+        self.layer = max(kind.trained for kind in kinds)
+        self.layer_bytes = max(self.shape.bytes_of(kind.parameters, kind.packed, self.a) for kind in kinds)
+        self.unpacked = self.a * max(kind.packed for kind in kinds)  # of one layer, while it computes
         self.parameters = local_parameter_bytes(shape, setting)
+        self.trained = local_trained_bytes(shape, setting)
         self.hidden = self.tokens * self.a * shape.hidden
         self.saved = partial(kept.saved_per_token, self.shape, setting)
         self.states = partial(kept.states_bytes, self.shape, setting)
-        rotary = 2 * self.a * shape.head_dim if shape.family == "llama" else 0
+        rotary = 2 * self.a * shape.head_dim if shape.is_rotary else 0
         self.inputs = self.tokens * (_INDICES + rotary)
         self.seen = kept.seen_bytes(shape, setting)
-        self.head = self.shape.vocab * shape.hidden
+        self.head = 0 if shape.lora else self.shape.vocab * shape.hidden
         self.gathered = self.a * self.root  # the root's parameters stay whole from the first layer to the last gradient
 
     def kept(self, layers: int, *, backward: bool = False) -> int:
@@ -101,7 +118,7 @@ class _Step:
             {
                 "parameters": self.parameters,
                 "gradients": gradients,
-                "optimizer": 0 if self.setting.has_moments_on_host else 2 * self.parameters,
+                "optimizer": 0 if self.setting.has_moments_on_host else 2 * self.trained,
                 "activations": activations + self.inputs,
                 "temporaries": temporaries,
                 "communication": communication,
@@ -113,16 +130,16 @@ class _Step:
         """Return the last layer's result and what the final norm keeps of it."""
         a, hidden, in_chunks = self.a, self.shape.hidden, bool(self.setting.norm_tokens)
         own_copy = a if self._norms_copy else 0
-        return self.tokens * (own_copy * hidden + norm_bytes(hidden, a, self.shape.family, in_chunks=in_chunks))
+        return self.tokens * (own_copy * hidden + norm_bytes(hidden, a, is_rms=self.shape.has_rms, in_chunks=in_chunks))
 
     @property
     def _norms_copy(self) -> bool:
         """Return whether norms keep a float32 copy beside their input."""
-        return self.shape.family == "llama" and self.a < _FLOAT32 and not self.setting.norm_tokens
+        return self.shape.has_rms and self.a < _FLOAT32 and not self.setting.norm_tokens
 
     def gather(self) -> Memory:
         """Return the moment when the root's gathered parameters are copied out, with the first layer's in flight."""
-        return self.memory("gathering", communication=2 * self.a * (self.root + self.layer))
+        return self.memory("gathering", communication=2 * (self.gathered + self.layer_bytes))
 
     @cached_property
     def _loss(self) -> LossBytes:
@@ -140,14 +157,14 @@ class _Step:
 
     def loss_gradient(self) -> Memory:
         """Return the moment when backward scales the head's float32 gradient and casts it to the parameters' dtype."""
-        return self._in_loss("loss backward", self._loss.rounded)
+        return self._in_loss("loss backward", 0 if self.shape.lora else self._loss.rounded)
 
     def _in_loss(self, moment: str, temporaries: int) -> Memory:
         return self.memory(
             moment,
             activations=self.kept(self.shape.layers) + self._last_norm + self.seen,
-            temporaries=self._loss.sums + temporaries + self.hidden,
-            communication=self.gathered + self.a * self.layer,
+            temporaries=(0 if self.shape.lora else self._loss.sums) + temporaries + self.hidden,
+            communication=self.gathered + self.layer_bytes,
         )
 
     def layers(self) -> list[Memory]:
@@ -162,7 +179,7 @@ class _Step:
         return found + [self._mixing(number) for number in sorted(differ) if self._kind(number).mixed]
 
     def _kind(self, done: int) -> LayerKind:
-        return self.shape.layer_kinds[self.shape.layers - 1 - done]
+        return self.shape.kinds[self.shape.layers - 1 - done]
 
     def _has(self, moment: Callable[[int], Memory], done: int) -> bool:
         kind = self._kind(done)
@@ -172,23 +189,27 @@ class _Step:
         """Build the moment in a layer's backward pass when ``done`` later layers are finished."""
         layers = self.shape.layers
         reducing = _FLOAT32 * self.layer if done else 0  # the last one's gradients, on their way in float32
-        prefetched = self.a * self.layer if done + 1 < layers else 0
+        prefetched = self.layer_bytes if done + 1 < layers else 0
         return self.memory(
             moment,
             activations=self.kept(layers - 1 - done, backward=True) + activations + self.seen,
-            temporaries=self.a * self.head + self.hidden + temporaries,
-            communication=self.gathered + self.a * self.layer + prefetched + reducing + communication,
-            gradients=self.p * self.shape.parameters_of_layers(done) // self.ranks,
+            temporaries=self.a * self.head + self.hidden + self.unpacked + temporaries,
+            communication=self.gathered + self.layer_bytes + prefetched + reducing + communication,
+            gradients=self.p * self.shape.trained_of_layers(done) // self.ranks,
         )
 
     def _made_again(self, kind: LayerKind) -> dict[str, int]:
         """Return what a layer holds when its backward pass begins: kept, or recomputed."""
-        parts = {name: self.tokens * size for name, size in kept.parts_of(self.shape, kind, self.setting).items()}
+        parts = {name: self.tokens * size for name, size in kept.parts_of(kind, self.setting).items()}
         if self.setting.feedforward_tokens:
             del parts["feedforward"]
         if self.setting.checkpoint != "none":
             parts["input"] = self.hidden if self._norms_copy else 0
         return parts
+
+    def _gradients(self, kind: LayerKind, weights: int) -> int:
+        """Return the bytes of weights' gradients, of a layer's adapters if these alone are trained."""
+        return self.a * (kind.trained if kind.frozen else weights)
 
     def _feedforward(self, done: int) -> Memory:
         """Return the moment at the product's gradient: the product is freed, three tensors of its size exist.
@@ -201,35 +222,31 @@ class _Step:
         if not chunk:
             wide = self.tokens * a * kind.intermediate
             # Of a product's weight; of experts, of all that are in one tensor.
-            weight = kind.feedforward // 3 if shape.kinds else shape.hidden * kind.intermediate
-            return self._backward("feed-forward backward", done, made, 2 * wide + a * weight)
-        parts = kept.parts_of(shape, kind, self.setting)["feedforward"] + 2 * a * kind.intermediate
-        weights = (_FLOAT32 + (a if a < _FLOAT32 else 0)) * kind.feedforward
+            weight = self._gradients(kind, kind.feedforward // kind.products)
+            return self._backward("feed-forward backward", done, made, 2 * wide + weight)
+        parts = kept.parts_of(kind, self.setting)["feedforward"] + 2 * a * kind.intermediate
+        weights = (_FLOAT32 + (a if a < _FLOAT32 else 0)) * self._gradients(kind, kind.feedforward) // a
         here = min(chunk, self.tokens) * (parts + 3 * a * shape.hidden)
         return self._backward("feed-forward backward", done, made, self.hidden + here + weights)
-
-    @cached_property
-    def _attention_bytes(self) -> tuple[int, int]:
-        return attention_backward_bytes(self.shape, self.setting)
 
     def _norm(self, done: int) -> Memory:
         """Return the moment in backward of the feed-forward's norm: four float32 copies (of a chunk) and a gradient."""
         kind = self._kind(done)
         held = sum(size for name, size in self._made_again(kind).items() if name != "feedforward")
         made = self.hidden
-        if self.shape.family == "llama":
+        if self.shape.has_rms:
             copies, rows = 4 * _FLOAT32 * self.shape.hidden, min(self.setting.norm_tokens, self.tokens)
             # A chunk is computed again, its gradient made before it is put to the others.
             again = (_FLOAT32 + 3 * self.a) * self.shape.hidden
             made = self.hidden + rows * (copies + again) if rows else self.tokens * copies
-        return self._backward("norm backward", done, held, made + self.a * kind.feedforward)
+        return self._backward("norm backward", done, held, made + self._gradients(kind, kind.feedforward))
 
     def _mixing(self, done: int) -> Memory:
         """Return backward's moment in a recurrence or convolution: inputs, results and their gradients."""
         kind = self._kind(done)
         made = self._made_again(kind)
         held = sum(made.get(name, 0) for name in ("input", "norm", "heads", "attention", "mixing"))
-        weights = self.a * (kind.parameters - kind.feedforward)
+        weights = self._gradients(kind, kind.parameters - kind.feedforward)
         return self._backward("state backward", done, held, weights + kept.mixing_backward_bytes(kind, self.setting))
 
     def _attention(self, done: int) -> Memory:
@@ -237,9 +254,11 @@ class _Step:
         shape, kind = self.shape, self._kind(done)
         made = self._made_again(kind)
         ours = sum(made.get(name, 0) for name in ("input", "norm", "heads", "attention", "mixing"))
-        weights = self.a * (kind.parameters - shape.hidden * (shape.query_size + 2 * shape.kv_size))
-        dout = self.tokens * self.a * shape.query_size
-        held, in_transit = self._attention_bytes
+        weights = self._gradients(kind, kind.parameters - kind.mixing + shape.hidden * kind.out_size)
+        dout = self.tokens * self.a * kind.out_size
+        if kind not in self._attention_bytes:
+            self._attention_bytes[kind] = attention_backward_bytes(kind, self.setting)
+        held, in_transit = self._attention_bytes[kind]
         return self._backward(ATTENTION_MOMENT, done, ours, dout + weights + held, in_transit)
 
     def towers(self) -> list[Memory]:
@@ -257,16 +276,16 @@ class _Step:
                 activations=self.seen + again,
                 temporaries=self.a * (self.head + round(made) + setting.batch * placed // self.ranks) + layer,
                 communication=self.gathered + (2 * self.a + _FLOAT32) * largest,
-                gradients=self.p * shape.parameters_of_layers(shape.layers) // self.ranks,
+                gradients=self.p * shape.trained_of_layers(shape.layers) // self.ranks,
             )
         ]
 
     def embedding(self) -> list[Memory]:
         """Return the moments when the root has its gradients: after all layers, copied to be reduced, and reduced."""
-        gradients = self.p * (self.shape.parameters - self.root) // self.ranks
-        own = self.a * self.root
+        root = self.shape.trained_root
+        gradients, own = self.p * (self.shape.trained - root) // self.ranks, self.a * root
         tied = 2 * self.a * self.head if self.shape.tied else 0  # the head's, the embedding's, and their sum
-        reduced = (_FLOAT32 + (self.p if self.p < _FLOAT32 else 0)) * self.root // self.ranks
+        reduced = (_FLOAT32 + (self.p if self.p < _FLOAT32 else 0)) * root // self.ranks
         return [
             self.memory(
                 "embedding backward",
@@ -274,48 +293,46 @@ class _Step:
                 communication=self.gathered + _FLOAT32 * self.layer,
                 gradients=gradients,
             ),
-            self.memory(
-                "embedding reduction", temporaries=own, communication=_FLOAT32 * self.root, gradients=gradients
-            ),
+            self.memory("embedding reduction", temporaries=own, communication=_FLOAT32 * root, gradients=gradients),
             # The head's gradient outlives its copy.
             self.memory(
                 "embedding reduction",
                 temporaries=self.a * self.head,
-                communication=_FLOAT32 * self.root + reduced,
+                communication=_FLOAT32 * root + reduced,
                 gradients=gradients,
             ),
         ]
 
     def update(self) -> Memory:
         """Return the moment in AdamW, which on a GPU takes the roots of all second moments at once."""
-        roots = self.parameters if self.setting.on_gpu and not self.setting.optimizer_on_host else 0
-        return self.memory("optimizer", temporaries=roots, gradients=self.parameters)
+        roots = self.trained if self.setting.on_gpu and not self.setting.optimizer_on_host else 0
+        return self.memory("optimizer", temporaries=roots, gradients=self.trained)
 
 
-def attention_backward_bytes(shape: ModelShape, setting: Setting) -> tuple[int, int]:
+def attention_backward_bytes(kind: LayerKind, setting: Setting) -> tuple[int, int]:
     """Return attention's bytes in backward beside inputs and dout: (results, sums and tiles; in transit).
 
     Between groups of ranks, the loop of ``torch/attention/ring.py`` (``loop_bytes``). A Ulysses group first trades
     dout, q, out, k and v: copies stay for the loop, and a part is in flight for each other member; at the end the
-    gradients likewise, without copies. ``shape`` is of this rank's share of heads.
+    gradients likewise, without copies. ``kind`` is of this rank's share of heads.
     """
     way, a, tokens = setting.way.backward, setting.number_bytes, setting.tokens
-    mine = member_heads(shape.heads, shape.kv_heads, way.ulysses)[0]
-    queries, keys = (way.ulysses * _count(heads) * shape.head_dim for heads in mine)  # numbers of a local token
+    mine = member_heads(kind.heads, kind.kv_heads, way.ulysses)[0]
+    # Numbers of a local token: queries, results, and keys with values.
+    queries, outs = (way.ulysses * _count(mine.queries) * size for size in (kind.head_dim, kind.value_dim))
+    keys = way.ulysses * _count(mine.keys) * (kind.head_dim + kind.value_dim)
     groups, between = setting.ring // way.ulysses, replace(way, ulysses=1)
     head_groups = _head_groups(setting, mine, between, groups)
     # Gradients of keys that members share are summed by their owner; the loop's float32 sums are then what is sent.
-    summed = _FLOAT32 if way.ulysses > shape.kv_heads else a
-    per_token = loop_bytes(
-        setting.layout, groups, between, queries, 2 * keys, head_groups, a, summed, setting.comm_dtype
-    )
+    summed = _FLOAT32 if way.ulysses > kind.kv_heads else a
+    per_token = loop_bytes(setting.layout, groups, between, queries, keys, head_groups, a, summed, setting.comm_dtype)
     held = per_token.times(tokens)
-    results = tokens * (a * queries + 2 * keys * summed)
+    results = tokens * (a * queries + keys * summed)
     if way.ulysses == 1:
         return results + round(held.sums), round(held.in_transit)
-    lse = _FLOAT32 * shape.heads
-    copies, others = tokens * (a * (3 * queries + 2 * keys) + lse), 1 - 1 / way.ulysses
-    back = a * tokens * (shape.query_size + 2 * shape.kv_size)
+    lse = _FLOAT32 * kind.heads
+    copies, others = tokens * (a * (queries + 2 * outs + keys) + lse), 1 - 1 / way.ulysses
+    back = a * tokens * (kind.heads * kind.head_dim + kind.kv_heads * (kind.head_dim + kind.value_dim))
     moments = (
         (copies, 2 * others * copies),
         (copies + results + round(held.sums), round(held.in_transit)),
@@ -341,13 +358,26 @@ def _count(heads: slice) -> int:
 
 
 def local_parameter_bytes(shape: ModelShape, setting: Setting) -> int:
-    """Return the bytes of a rank's parameters; its gradients take as many, its moments twice as many."""
-    return setting.parameter_bytes * shape.split(setting.tp).parameters // setting.ring
+    """Return the bytes of a rank's parameters: frozen ones, and those that are trained."""
+    local, trained = shape.split(setting.tp), setting.ring * local_trained_bytes(shape, setting)
+    if not shape.lora:
+        return setting.parameter_bytes * local.parameters // setting.ring
+    packed = sum(kind.packed * count for kind, count in local.counted(local.layers).items())
+    return (local.bytes_of(local.parameters - local.trained, packed, setting.parameter_bytes) + trained) // setting.ring
+
+
+def local_trained_bytes(shape: ModelShape, setting: Setting) -> int:
+    """Return the bytes of a rank's trained parameters; gradients take as many, moments twice as many."""
+    return _trained_bytes(shape, setting) * shape.split(setting.tp).trained // setting.ring
+
+
+def _trained_bytes(shape: ModelShape, setting: Setting) -> int:
+    return _FLOAT32 if shape.lora else setting.parameter_bytes  # adapters are float32
 
 
 def host_bytes(shape: ModelShape, setting: Setting) -> int:
     """Return what a rank keeps in its share of the host: checkpointed activations and AdamW's moments."""
-    moments = 2 * local_parameter_bytes(shape, setting) if setting.has_moments_on_host else 0
+    moments = 2 * local_trained_bytes(shape, setting) if setting.has_moments_on_host else 0
     kept = setting.tokens * saved_per_token(shape, setting, shape.layers) if setting.offload != "none" else 0
     return moments + kept
 
@@ -356,7 +386,7 @@ def host_use(shape: ModelShape, setting: Setting) -> dict[str, int]:
     """Return a GPU rank's bytes in its share of the host while loading weights, training and saving a checkpoint.
 
     Loading holds one weight, or one layer while its feed-forward is tried out; a checkpoint is written from a copy of
-    this rank's parameters and moments. On a CPU the device is the host and counts the first and the last.
+    this rank's trained parameters and moments. On a CPU the device is the host and counts the first and the last.
     """
     train = host_bytes(shape, setting)
     if not setting.on_gpu:
@@ -365,5 +395,5 @@ def host_use(shape: ModelShape, setting: Setting) -> dict[str, int]:
     return {
         "load": setting.parameter_bytes * largest,
         "train": train,
-        "save": train + 3 * local_parameter_bytes(shape, setting),
+        "save": train + 3 * local_trained_bytes(shape, setting),
     }

@@ -15,6 +15,7 @@ from ringspan.core.names import LayoutName
 from ringspan.core.schedule.route import Route
 from ringspan.core.schedule.timing import Pass, Speeds, pair_flops, passes, slowest
 from ringspan.core.schedule.workspace import Shape
+from ringspan.plan.model.kinds import LayerKind
 
 # Ranks or groups of them: beyond, a pass grows by the same with each. With fewer than some eight nodes it need not yet:
 # it is not decided whether a pass waits for computing or for a link.
@@ -32,6 +33,14 @@ def causal_pairs(length: int, window: int | None = None) -> int:
     """Return the number of (query, key) pairs of a causal sequence, in all or in a window."""
     window = length if window is None else min(window, length)
     return window * length - window * (window - 1) // 2
+
+
+def seen_pairs(kind: LayerKind, length: int) -> int:
+    """Return the pairs of a layer's attention in a window, in chunks, or in all."""
+    if not kind.chunks or kind.window is None:
+        return causal_pairs(length, kind.window)
+    whole, rest = divmod(length, kind.window)
+    return whole * causal_pairs(kind.window) + causal_pairs(rest)
 
 
 def even_passes(

@@ -112,4 +112,6 @@ def check_setting(shape: ModelShape, setting: Setting) -> None:
         raise ConfigError("offload moves what checkpointing keeps; use checkpoint='attention' or 'full'")
     setting.way.check_comm_dtype(find_name("comm_dtype", setting.comm_dtype, COMM_DTYPE_NAMES, UnsupportedError))
     local = shape.split(setting.tp)
-    member_heads(local.heads, local.kv_heads, setting.way.ulysses)
+    for kind in local.counted(local.layers):
+        if kind.attends:
+            member_heads(kind.heads, kind.kv_heads, setting.way.ulysses)

@@ -91,7 +91,7 @@ def text_bytes(shape: ModelShape, text: Text) -> tuple[int, int, int]:
     """
     local, a = shape.split(text.tp), text.number_bytes
     mine = a * local.parameters // text.ring
-    gathered = a * (local.parameters if text.weights == "whole" else local.root_parameters + 2 * local.layer_parameters)
+    gathered = a * (local.parameters if text.weights == "whole" else local.root + 2 * local.layer_parameters)
     weights = mine + (gathered if text.ring > 1 else 0)
     # Nothing follows the last token, so it is not kept.
     tokens = [_fullest(text, text.prompt, text.new_tokens - 1, window) for window in local.layer_windows]

@@ -45,7 +45,7 @@ class TextQuestion:
             if not 1 <= (value := getattr(self, name)) <= most:
                 raise ConfigError(f"--{name.replace('_', '-')} {value}: at least 1, and at most {most:,}, is needed")
         if not self.shape.is_plain:
-            what = "of images" if self.shape.sees else "of states"
+            what = "of images" if self.shape.sees else "of states, experts or layers that differ"
             raise UnsupportedError(
                 f"--model {self.shape.name}: a plan of generation counts caches of keys and values, not {what}; "
                 "plan its training, without --generate"

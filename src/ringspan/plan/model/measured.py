@@ -53,7 +53,7 @@ def measure(
         return x
 
     counter = FlopCounterMode(display=False, custom_mapping={_FUSED: _forward, _FUSED_BACKWARD: _backward})
-    with _WithIntegers(), saved_tensors_hooks(note, lambda x: x):
+    with WithIntegers(), saved_tensors_hooks(note, lambda x: x):
         output = compute(**inputs, return_dict=True)
     pieces = pieces_of(output.pooler_output)
     deeper = [piece for each in getattr(output, "deepstack_features", None) or () for piece in pieces_of(each)]
@@ -62,7 +62,7 @@ def measure(
     flops = None
     if count_flops:
         kept.clear()
-        with counter, _WithIntegers():
+        with counter, WithIntegers():
             output = compute(**inputs, return_dict=True)
             made = pieces_of(output.pooler_output)
             made += [piece for each in getattr(output, "deepstack_features", None) or () for piece in pieces_of(each)]
@@ -94,7 +94,7 @@ def _backward(_: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any) ->
     return 2 * sdpa_flop(query, key, value)  # of the model, without the scores that a kernel computes again
 
 
-class _WithIntegers(TorchDispatchMode):
+class WithIntegers(TorchDispatchMode):
     """Create integers on the CPU where the meta device is asked for, and let both meet."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

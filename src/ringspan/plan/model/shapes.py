@@ -1,146 +1,211 @@
 """Sizes, parameters and windows of a decoder.
 
-L layers, C hidden size, H query heads, G key/value heads, D head size, I intermediate size, V vocabulary.
+C hidden size, H query heads, G key/value heads, D head size, V vocabulary.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Final
 
-from ringspan.core.costs import LayerSizes
 from ringspan.core.errors import UnsupportedError
 from ringspan.plan.model.kinds import LayerKind, Tower
 
+# Bytes of a weight: whole numbers with a float32 scale for some thousand of a row; 4 bits with a scale and a zero point
+# of 16 bits for each 128, or with a float32 scale for each 64.
+PACKED_BYTES: Final = {"": 0.0, "int8": 1 + 4 / 4096, "int4": 0.5 + 4 / 128, "nf4": 0.5 + 4 / 64}
 
-@dataclass(frozen=True, kw_only=True)
-class ModelShape(LayerSizes):
-    """Sizes of a decoder-only transformer whose layers are alike; or that has ``kinds``, one for each layer, and
-    ``root`` parameters outside of them.
+_NONE = LayerKind(parameters=0, matrices=0, feedforward=0, intermediate=0, heads=1, kv_heads=1, head_dim=1, value_dim=1)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ModelShape:
+    """Sizes of a decoder: ``kinds``, one for each layer, and ``root`` parameters outside of them and of towers' layers.
 
     Of one that sees or hears, ``tower_layers`` are the parameters of each of its towers' layers, ``tower_root`` those
-    beside them and the decoder, and ``towers`` what each makes of one sequence. ``later_pairs``: pairs of a query and a
-    later key that each layer computes beside the causal ones. ``positions`` are those of a learned table,
-    ``made_for`` those that a rotary model was made for; 0 where there are none, or nothing says it.
+    of ``root`` that are a tower's, and ``towers`` what each makes of one sequence; ``later_pairs``: pairs of a query
+    and a later key that each layer computes beside the causal ones. ``positions`` are those of a learned table,
+    ``made_for`` those that a rotary model was made for; 0 where there are none, or nothing says it. ``has_rms`` norms
+    keep float32 copies. ``unsplit`` says why tensor parallelism cannot split it. ``config`` is its config.json.
+    ``outside``: weights of the root that a token is multiplied with, but for the head. ``lora``: rank of the adapters
+    that are trained, 0 if all weights are; ``weights``: how the others are packed.
     """
 
     name: str
-    layers: int
+    hidden: int
     vocab: int
+    kinds: tuple[LayerKind, ...]
+    root: int
+    outside: int = 0
+    tied: bool = False
+    has_rms: bool = True
+    is_rotary: bool = True
     positions: int = 0
     made_for: int = 0
-    tied: bool = False
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    windows: tuple[int | None, ...] = ()
     model_type: str = "llama"
-    kinds: tuple[LayerKind, ...] = ()
-    root: int = 0
+    unsplit: str = ""
+    config: str = ""
+    sees: bool = False
     towers: tuple[Tower, ...] = ()
     tower_layers: tuple[int, ...] = ()
     tower_root: int = 0
     later_pairs: int = 0
+    lora: int = 0
+    weights: str = ""
+
+    def adapted(self, rank: int, weights: str = "") -> "ModelShape":
+        """Return the model frozen, its linear layers packed if ``weights`` says how, with adapters of this rank.
+
+        Raises:
+            UnsupportedError: a model with towers.
+        """
+        if self.sees:
+            raise UnsupportedError(f"{self.name}: --lora plans models of text, not {self.model_type} with its towers")
+        made = {kind: kind.adapted(rank, is_packed=bool(weights)) for kind in {*self.kinds}}
+        unsplit = "packed weights are not split; use tp=1" if weights else self.unsplit
+        kinds = tuple(made[kind] for kind in self.kinds)
+        return replace(self, kinds=kinds, lora=rank, weights=weights, unsplit=unsplit)
+
+    def bytes_of(self, parameters: int, packed: int, number_bytes: int) -> int:
+        """Return the bytes of parameters, of which some are packed."""
+        return number_bytes * (parameters - packed) + round(PACKED_BYTES[self.weights] * packed)
+
+    @property
+    def layers(self) -> int:
+        return len(self.kinds)
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
         """Sliding window of each layer that attends; None if it sees everything before it."""
-        if self.kinds:
-            return tuple(kind.window for kind in self.kinds if kind.attends)
-        return self.windows or (None,) * self.layers
+        return tuple(kind.window for kind in self.kinds if kind.attends)
 
     @cached_property
-    def layer_kinds(self) -> tuple[LayerKind, ...]:
-        return self.kinds or tuple(
-            LayerKind(
-                parameters=self.layer_parameters,
-                matrices=self.layer_matrix_parameters,
-                feedforward=self.feedforward_parameters,
-                intermediate=self.intermediate,
-                window=window,
-            )
-            for window in self.layer_windows
+    def attention(self) -> LayerKind:
+        """The layer with the most numbers in its queries and keys."""
+        attending = (kind for kind in self.kinds if kind.attends)
+        return max(
+            attending, key=lambda kind: (kind.heads * kind.head_dim, kind.kv_heads * kind.head_dim), default=_NONE
         )
+
+    @property
+    def heads(self) -> int:
+        return self.attention.heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.attention.kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.attention.head_dim
+
+    @property
+    def query_size(self) -> int:
+        """Numbers in all query heads of a token."""
+        return self.heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Numbers in all key heads of a token."""
+        return self.kv_heads * self.head_dim
+
+    @cached_property
+    def intermediate(self) -> int:
+        return max(kind.intermediate for kind in self.kinds)
 
     @property
     def has_states(self) -> bool:
         return any(kind.scan or kind.halo for kind in self.kinds)
 
-    @property
-    def sees(self) -> bool:
-        """True if it has towers."""
-        return bool(self.tower_layers)
-
-    @property
+    @cached_property
     def is_plain(self) -> bool:
-        """True if its layers are alike, and it has no tower."""
-        return not self.kinds and not self.sees
+        """True if it is text alone, without states or experts, and its layers differ in their windows at most."""
+        is_dense = self.active_parameters == self.parameters and self.head_dim == self.attention.value_dim
+        alike = len({replace(kind, window=None) for kind in self.kinds}) == 1
+        return is_dense and alike and not self.has_states and not self.sees
 
     @property
     def placed_tokens(self) -> int:
         """Tokens of a sequence that stand for towers' embeddings."""
         return sum(tower.tokens for tower in self.towers)
 
-    @property
-    def layer_matrix_parameters(self) -> int:
-        """Weights of one layer that every token is multiplied with."""
-        if self.kinds:
-            return max(kind.matrices for kind in self.kinds)
-        return self.hidden * (2 * self.query_size + 2 * self.kv_size) + self.feedforward_parameters
-
-    @property
-    def feedforward_parameters(self) -> int:
-        if self.kinds:
-            return max(kind.feedforward for kind in self.kinds)
-        return (3 if self.family == "llama" else 2) * self.hidden * self.intermediate
-
     def split(self, tp: int) -> "ModelShape":
         """Return each tensor-parallel rank's share of heads, feed-forward and, where it divides evenly, vocabulary.
 
         Raises:
-            UnsupportedError: a family without a plan, or sizes that do not divide evenly.
+            UnsupportedError: a model that transformers cannot split, or sizes that do not divide evenly.
         """
         if tp == 1:
             return self
-        if self.family == "gpt2" or not self.is_plain:
-            raise UnsupportedError(f"{self.name}: there is no tensor-parallel plan for {self.model_type}; use tp=1")
-        sizes = {name: getattr(self, name) for name in ("heads", "kv_heads", "intermediate")}
-        for name, size in sizes.items():
-            if size % tp:
-                raise UnsupportedError(f"{self.name}: tp={tp} does not divide {name}={size}; choose a divisor")
+        if tp not in self._shares:
+            self._shares[tp] = self._share(tp)
+        return self._shares[tp]
+
+    @cached_property
+    def _shares(self) -> dict[int, "ModelShape"]:
+        return {}
+
+    def _share(self, tp: int) -> "ModelShape":
+        if self.unsplit:
+            raise UnsupportedError(f"{self.name}: {self.unsplit}")
+        for kind in {*self.kinds}:
+            for name in ("heads", "kv_heads", "intermediate"):
+                if getattr(kind, name) % tp:
+                    size = getattr(kind, name)
+                    raise UnsupportedError(f"{self.name}: tp={tp} does not divide {name}={size}; choose a divisor")
+        shares = {kind: kind.share(tp) for kind in {*self.kinds}}
         vocab = self.vocab // tp if self.vocab % tp == 0 else self.vocab
-        return replace(self, vocab=vocab, **{name: size // tp for name, size in sizes.items()})
+        gone = (self.vocab - vocab) * self.hidden * (1 if self.tied else 2)
+        return replace(self, vocab=vocab, root=self.root - gone, kinds=tuple(shares[kind] for kind in self.kinds))
 
-    @property
+    def counted(self, layers: int) -> dict[LayerKind, int]:
+        """Return how many of the first ``layers`` layers are of each kind."""
+        if layers not in self._counts:
+            self._counts[layers] = Counter(self.kinds[:layers])
+        return self._counts[layers]
+
+    @cached_property
+    def _counts(self) -> dict[int, dict[LayerKind, int]]:
+        return {}
+
+    @cached_property
     def layer_parameters(self) -> int:
-        """All parameters of one layer, of the largest where they differ."""
-        if self.kinds:
-            return max(kind.parameters for kind in self.kinds)
-        if self.family == "gpt2":
-            biases = 3 * self.hidden + self.hidden + self.intermediate + self.hidden
-            return self.layer_matrix_parameters + biases + 4 * self.hidden
-        biases = self.qkv_bias * (self.query_size + 2 * self.kv_size) + self.output_bias * self.hidden
-        biases += self.mlp_bias * (2 * self.intermediate + self.hidden)
-        norms = 2 * self.hidden + self.qk_norm * 2 * self.head_dim
-        return self.layer_matrix_parameters + biases + norms
+        """All parameters of the largest layer."""
+        return max(kind.parameters for kind in self.kinds)
 
-    @property
-    def root_parameters(self) -> int:
-        """Parameters outside of the layers: embeddings, the head when it is not tied, the last norm."""
-        if self.kinds:
-            return self.root
-        embeddings = self.vocab * self.hidden * (1 if self.tied else 2) + self.positions * self.hidden
-        return embeddings + (2 if self.family == "gpt2" else 1) * self.hidden + self.tower_root
+    @cached_property
+    def layer_matrix_parameters(self) -> int:
+        """Weights of one layer that every token is multiplied with, of the largest where they differ."""
+        return max(kind.matrices for kind in self.kinds)
 
     @property
     def parameters(self) -> int:
-        return self.parameters_of_layers(self.layers) + sum(self.tower_layers) + self.root_parameters
+        in_layers = sum(kind.parameters * count for kind, count in self.counted(self.layers).items())
+        return in_layers + sum(self.tower_layers) + self.root
 
-    def parameters_of_layers(self, count: int) -> int:
-        """Count the parameters of the last ``count`` layers."""
-        if self.kinds:
-            return sum(kind.parameters for kind in self.kinds[self.layers - count :])
-        return count * self.layer_parameters
+    @property
+    def trained_root(self) -> int:
+        """Parameters outside of layers that are trained."""
+        return 0 if self.lora else self.root
+
+    @property
+    def trained(self) -> int:
+        return self.trained_of_layers(self.layers) + sum(self.tower_layers) + self.trained_root
+
+    def trained_of_layers(self, count: int) -> int:
+        """Count the trained parameters of the last ``count`` layers."""
+        counts, before = self.counted(self.layers), self.counted(self.layers - count)
+        return sum(kind.trained * (number - before.get(kind, 0)) for kind, number in counts.items())
 
     @property
     def matrix_parameters(self) -> int:
         """Weights that every token is multiplied with, the head included: 2 FLOPs each in forward."""
-        return sum(kind.matrices for kind in self.layer_kinds) + self.vocab * self.hidden
+        in_layers = sum(kind.matrices * count for kind, count in self.counted(self.layers).items())
+        return in_layers + self.outside + self.vocab * self.hidden
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters without those of experts that a token is not sent to."""
+        counts = self.counted(self.layers)
+        idle = sum(max(0, kind.mixing + kind.feedforward - kind.matrices) * count for kind, count in counts.items())
+        return self.parameters - idle

@@ -3,25 +3,30 @@
 C channels, T tokens of the text.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
 from transformers.modeling_outputs import BaseModelOutputWithPooling
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+)
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.messages.lines import one_line
-from ringspan.plan.model.hybrids import built, decoder_values
 from ringspan.plan.model.kinds import Growth, Tower
 from ringspan.plan.model.measured import ATTENTION, Measured, measure
 from ringspan.plan.model.media import OPTIONS, Media, Units
+from ringspan.plan.model.reader import built, decoder_values
 from ringspan.plan.model.shapes import ModelShape
-from ringspan.torch.layers.decoder import decoder_of, inner_of, layer_kinds, layers_of, towers_of
+from ringspan.torch.layers.decoder import inner_of, layers_of, towers_of
 from ringspan.torch.memory.checkpointing import checkpoint_all
 from ringspan.torch.multimodal.cuts import (
     Cut,
@@ -33,19 +38,10 @@ from ringspan.torch.multimodal.cuts import (
     WindowsOfSound,
     image_size_to_num_patches,
 )
-from ringspan.torch.multimodal.kinds import KINDS, Kind, Modality
-
-# Text models whose layers are those of another type that the planner knows by its sizes.
-_TEXTS: Final = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
+from ringspan.torch.multimodal.kinds import KINDS, Modality
 
 
-def seeing_shape(
-    values: Mapping[str, Any],
-    name: str,
-    media: Media,
-    dtype: str,
-    text_shape: Callable[[Mapping[str, Any], str], ModelShape | None],
-) -> ModelShape | None:
+def seeing_shape(values: Mapping[str, Any], name: str, media: Media, dtype: str) -> ModelShape | None:
     """Return the shape of a config with towers; None if it has none.
 
     Args:
@@ -53,41 +49,40 @@ def seeing_shape(
         name: of the model, in errors.
         media: what each sequence holds.
         dtype: that layers compute in.
-        text_shape: of a language model that is counted by its sizes, for its values; None of another one.
 
     Raises:
         ConfigError: values of which transformers builds no model, or sizes of images that it does not take.
         UnsupportedError: parts that the planner does not know; the message names them.
     """
     kind = values["model_type"]
-    if kind not in KINDS:
+    if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in KINDS:
         return None
-    of_sequences = kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    of_sequences = kind.endswith("flamingo") or (kind in KINDS and kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
+    if not of_sequences and kind not in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
+        return None
     model = built(AutoModelForSeq2SeqLM if of_sequences else AutoModelForMultimodalLM, values, name)
     _refuse(model, name)
-    decoder, output = decoder_of(model), model.get_output_embeddings()
-    layers = [layer for tower in towers_of(model) for layer in layers_of(tower).values()]
-    in_layers = [sum(p.numel() for p in layer.parameters()) for layer in layers]
-    text = decoder.config.to_dict()
-    text["model_type"] = _TEXTS.get(text["model_type"], text["model_type"])
-    text["tie_word_embeddings"] = output.weight is model.get_input_embeddings().weight
-    shape, root = text_shape(text, name), 0
-    if shape is None:  # layer by layer; its root is all that is in no layer of the decoder
-        sizes = decoder_values(model, name)
-        has_norms = any(hasattr(module, "q_norm") for module in decoder.modules())
-        shape = ModelShape(name=name, qk_norm=has_norms, **sizes | {"root": sizes["root"] - sum(in_layers)})
-    else:
-        counted = {id(p) for module in (decoder, output, *layers) for p in module.parameters()}
-        root = sum(p.numel() for p in model.parameters() if id(p) not in counted)
+    of_text = decoder_values(model, name)
+    of_text["unsplit"] = "no model with towers is planned with tp; use tp=1"
+    shape = ModelShape(name=name, config=json.dumps(dict(values)), sees=True, **of_text)
+    if kind not in KINDS:  # whose decoder alone goes on the ring
+        if media:
+            raise ConfigError(
+                f"{next(iter(media.values())).option}: a ring gives {name} ({kind}) text alone; leave it out"
+            )
+        return shape
+    in_layers = [
+        sum(p.numel() for p in layer.parameters()) for part in towers_of(model) for layer in layers_of(part).values()
+    ]
     shown = [(modality, media[modality.name]) for modality in _shown(model, media, name)]
     model.to(getattr(torch, dtype)).train()
     towers = [_tower(model, modality, units, name) for modality, units in shown]
     return replace(
         shape,
-        model_type=kind,
+        root=shape.root - sum(in_layers),
         towers=tuple(towers),
         tower_layers=tuple(in_layers),
-        tower_root=root,
+        tower_root=sum(p.numel() for part in towers_of(model) for p in part.parameters()) - sum(in_layers),
         later_pairs=sum(_later_pairs(tower) for tower in towers) if KINDS[kind].blocks else 0,
     )
 
@@ -100,15 +95,11 @@ def _later_pairs(tower: Tower) -> int:
 
 def _refuse(model: Any, name: str) -> None:
     """Raise an UnsupportedError for text whose attention the planner cannot count."""
-    kind: Kind = KINDS[model.config.model_type]
-    if kind.is_prefix:
+    kind = KINDS.get(model.config.model_type)
+    if kind is not None and kind.is_prefix:
         raise UnsupportedError(
             f"{name}: a {model.config.model_type} prompt sees itself both ways, and no option says how long it is; the "
             "planner does not count it"
-        )
-    if any(layer.chunk for layer in layer_kinds(decoder_of(model).config)):
-        raise UnsupportedError(
-            f"{name}: {model.config.model_type} has layers that attend in chunks, which the planner does not count"
         )
 
 

@@ -41,7 +41,7 @@ from ringspan.torch.weights.loading import filled
 _log: Final = logging.getLogger(__name__)
 
 # Config fields that change attention or logits in a way that the ring does not compute yet.
-_UNSUPPORTED_FIELDS: Final = (
+UNSUPPORTED_FIELDS: Final = (
     "attention_dropout",
     "attention_probs_dropout_prob",
     "attn_pdrop",
@@ -137,7 +137,7 @@ def refuse_config(config: PreTrainedConfig) -> None:
     others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
     if others:
         raise UnsupportedError(f"{kind}: layer_types with {', '.join(others)} are not supported yet")
-    for field in _UNSUPPORTED_FIELDS:
+    for field in UNSUPPORTED_FIELDS:
         value = getattr(config, field, None)
         if value:
             raise UnsupportedError(f"{kind}: {field}={value} is not supported yet; set it to None or 0")

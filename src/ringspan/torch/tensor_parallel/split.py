@@ -96,6 +96,18 @@ def _refuse_module(name: str, path: str, module: nn.Module | None, style: str, r
         raise UnsupportedError(f"{name}: tp={ranks} does not divide the {size} features of {path}; choose a divisor")
 
 
+def placements_of(model: PreTrainedModel, ranks: int) -> dict[Tensor, Placement]:
+    """Return the parameters that are split, and along which dim."""
+    modules, placements = dict(model.named_modules()), dict[Tensor, Placement]()
+    for path, style in with_adapters(_styles(model, ranks), modules).items():
+        for name, parameter in modules[path].named_parameters(recurse=False):
+            if style in (*_COLUMNS, "embedding_rowwise"):
+                placements[parameter] = Shard(0)
+            elif style == "rowwise" and name == "weight":
+                placements[parameter] = Shard(1)
+    return placements
+
+
 def split_model(model: PreTrainedModel, tp: DeviceMesh) -> None:
     """Split a model over ``tp`` by its plan, in place, without communication; call ``refuse_split`` first.
 
@@ -104,14 +116,7 @@ def split_model(model: PreTrainedModel, tp: DeviceMesh) -> None:
     tensor, are split by vocabulary if it divides evenly. Modules take and return plain tensors.
     """
     modules = dict(model.named_modules())
-    styles = with_adapters(_styles(model, tp.size()), modules)
-    placements: dict[Tensor, Placement] = {}
-    for path, style in styles.items():
-        for name, parameter in modules[path].named_parameters(recurse=False):
-            if style in (*_COLUMNS, "embedding_rowwise"):
-                placements[parameter] = Shard(0)
-            elif style == "rowwise" and name == "weight":
-                placements[parameter] = Shard(1)
+    styles, placements = with_adapters(_styles(model, tp.size()), modules), placements_of(model, tp.size())
     split: dict[Tensor, nn.Parameter] = {}
     for path, module in modules.items():
         own = {name: p for name, p in module._parameters.items() if p is not None}

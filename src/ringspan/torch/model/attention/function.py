@@ -26,7 +26,7 @@ from ringspan.torch.recurrence.current import current_pass
 
 Qkv = tuple[Tensor, Tensor, Tensor]
 
-_TAKE_MASKS: Final = ("MptModel",)  # decoders that call a method of their mask, which nobody looks at then
+TAKE_MASKS: Final = ("MptModel",)  # decoders that call a method of their mask, which nobody looks at then
 # What a pass over a cache honours elsewhere.
 _OVER_CACHE: Final = ("use_cache", *NAMES, "logits_to_keep")
 
@@ -79,7 +79,7 @@ def register_attention(decoder: str, ring: dist.ProcessGroup, kinds: tuple[Layer
                 "attention_mask of a sharded batch cannot be honoured; make the batch with rs.shard_batch"
             )
         masked.add(local_size)
-        return torch.zeros(()) if decoder in _TAKE_MASKS else None
+        return torch.zeros(()) if decoder in TAKE_MASKS else None
 
     settings = decoder, config.layout, ring.group_name, config.route, config.comm_dtype, config.kernel, kinds
     name = f"ringspan_{hashlib.sha256(repr(settings).encode()).hexdigest()[:16]}"

@@ -1,0 +1,269 @@
+"""Layers of a decoder, counted while its own code runs on the meta device, where tensors have shapes and no values.
+
+T tokens, C hidden size.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.pytorch_utils import Conv1D
+
+from ringspan.plan.model.kinds import PARTS, Kept
+from ringspan.plan.model.measured import WithIntegers, id_of
+from ringspan.torch.model.attention.function import TAKE_MASKS
+from ringspan.torch.model.attention.own import own_attention, take_over_attention
+
+_TOKENS: Final = 61  # which divides no size of a model: what it divides is per token
+_ATTENTION: Final = "ringspan_counted"
+
+
+class Heads(NamedTuple):
+    """Sizes of one attention, as a ring is given its queries, keys and values."""
+
+    heads: int = 0
+    kv_heads: int = 0
+    head_dim: int = 0
+    value_dim: int = 0
+
+
+_NO_HEADS: Final = Heads()
+
+
+class _Saved(NamedTuple):
+    child: str
+    in_norm: bool
+    is_input: bool
+    x: Tensor
+
+
+@dataclass
+class LayerRun:
+    """One layer's run: attention, the modules that called it, linear layers; products and what was kept, by child."""
+
+    heads: Heads = _NO_HEADS
+    callers: list[nn.Module] = field(default_factory=list)
+    linears: set[nn.Module] = field(default_factory=set)
+    products: Counter[str] = field(default_factory=Counter)
+    saved: list[_Saved] = field(default_factory=list)
+    inputs: Counter[str] = field(default_factory=Counter)
+    order: list[str] = field(default_factory=list)
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps queries, keys and values; what a ring keeps beside them is counted by formula."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        ctx.save_for_backward(query, key, value)
+        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+        raise NotImplementedError
+
+
+def first_alike(layers: list[nn.Module], others: Iterable[Any]) -> list[int]:
+    """Return for each layer the first one with the same modules, sizes and settings, and the same of ``others``."""
+    first: dict[Any, int] = {}
+    return [
+        first.setdefault((other, *map(_looks_of, layer.named_modules())), number)
+        for number, (layer, other) in enumerate(zip(layers, others, strict=True))
+    ]
+
+
+def _looks_of(named: tuple[str, nn.Module]) -> Any:
+    path, module = named
+    settings = [(n, x) for n, x in vars(module).items() if isinstance(x, (bool, int, float, str, type(None)))]
+    numbers = {n for n, x in settings if type(x) is int and ("idx" in n or "layer" in n)}  # which layer it is
+    weights = [(n, x.shape) for n, x in module.named_parameters(recurse=False)]
+    return path, type(module), frozenset(row for row in settings if row[0] not in numbers), frozenset(weights)
+
+
+class _Watch:
+    """What runs at the moment, and what has been kept before."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.layer = self.outside = LayerRun()
+        self.child, self.norms, self.counted = "", 0, 0
+        self.known = {id_of(weight) for weight in (*model.parameters(), *model.buffers())}
+        self.inputs: set[int] = set()
+        self.held: list[Tensor] = []  # so that a number of its memory is given to no other
+        grouped = {torch.ops.aten._grouped_mm: _grouped, _FALLBACK: _grouped}
+        self.counter = FlopCounterMode(display=False, custom_mapping=grouped)
+
+    def ignore(self, *tensors: Tensor) -> None:
+        self.held += tensors
+        self.known |= {id_of(x) for x in tensors}
+
+    def switch(self, child: str, layer: LayerRun | None = None) -> None:
+        """Count what has run since the last switch; from now on a child runs, of this layer or another one."""
+        total = self.counter.get_total_flops()
+        self.layer.products[self.child] += total - self.counted
+        self.layer, self.child, self.counted = layer or self.layer, child, total
+
+    def note(self, x: Tensor) -> Tensor:
+        if self.layer is not self.outside and id_of(x) not in self.known:
+            self.ignore(x)
+            self.layer.saved.append(_Saved(self.child, self.norms > 0, id_of(x) in self.inputs, x))
+        return x
+
+
+def _grouped(a: Any, b: Any, *_: Any, **__: Any) -> int:
+    return 2 * a[0] * a[1] * b[-1]
+
+
+_FALLBACK: Final = getattr(getattr(torch.ops, "transformers", None), "grouped_mm_fallback", torch.ops.aten._grouped_mm)
+
+
+def run_layers(model: Any, decoder: Any, layers: list[nn.Module], first: list[int]) -> tuple[list[LayerRun], int]:
+    """Run a model on the meta device, and watch its layers; those alike return what the ``first`` of them did.
+
+    The number is that of weights that a token is multiplied with outside of them, but for the head.
+
+    Raises:
+        RuntimeError, NotImplementedError, ...: what its code raises without values.
+    """
+    try:
+        return _run(model, decoder, layers, first, torch.ones(1, _TOKENS, dtype=torch.int64, device="meta"))
+    except (RuntimeError, NotImplementedError):  # of code that asks for tokens' positions
+        with WithIntegers():
+            return _run(model, decoder, layers, first, torch.ones(1, _TOKENS, dtype=torch.int64, device="cpu"))
+
+
+def _run(
+    model: Any, decoder: Any, layers: list[nn.Module], first: list[int], tokens: Tensor
+) -> tuple[list[LayerRun], int]:
+    watch, runs = _Watch(model), [LayerRun() for _ in layers]
+
+    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        watch.layer.heads = max(
+            watch.layer.heads, Heads(query.shape[1], key.shape[1], query.shape[-1], value.shape[-1])
+        )
+        watch.layer.callers.append(module)
+        out = _Attention.apply(query, key, value)
+        watch.ignore(out)
+        return out, None
+
+    AttentionInterface.register(_ATTENTION, attend)
+    if type(decoder).__name__ in TAKE_MASKS:
+        AttentionMaskInterface.register(_ATTENTION, lambda **_: torch.zeros(()))
+    if decoder.config._attn_implementation == _ATTENTION:
+        pass  # as the run before left it
+    elif own_attention(decoder):
+        decoder.config._attn_implementation = _ATTENTION
+        take_over_attention(decoder, _ATTENTION)
+    else:
+        decoder.set_attn_implementation(_ATTENTION)
+    model.train()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    with _hooked(watch, runs, layers, first), watch.counter, saved_tensors_hooks(watch.note, lambda x: x):
+        decoder(input_ids=tokens, use_cache=False)
+        watch.switch("")
+    return [runs[number] for number in first], watch.outside.products.total() // (2 * _TOKENS)
+
+
+@contextmanager
+def _hooked(watch: _Watch, runs: list[LayerRun], layers: list[nn.Module], first: list[int]) -> Iterator[None]:
+    handles: list[Any] = []
+    made: dict[int, Any] = {}
+
+    def on(module: nn.Module, begin: Callable[[list[Tensor]], Any] | None, end: Callable[[Any], Any]) -> None:
+        if begin is not None:
+            handles.append(module.register_forward_pre_hook(lambda _, *given: begin(_tensors(given)), with_kwargs=True))
+        handles.append(module.register_forward_hook(lambda _, __, out: end(out)))
+
+    def again(number: int, *_: Any, **__: Any) -> Any:
+        return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, made[number])
+
+    def begin_layer(run: LayerRun, given: list[Tensor]) -> None:
+        watch.ignore(*given[1:])
+        watch.switch("", run)
+
+    def begin_child(run: LayerRun, name: str, given: list[Tensor]) -> None:
+        watch.switch(name)
+        run.order.append(name)
+        watch.inputs = {id_of(x) for x in given}
+
+    def begin_norm(run: LayerRun, given: list[Tensor]) -> None:
+        watch.norms += 1
+        run.inputs[watch.child] += given[0].numel()
+
+    def end_norm(_: Any) -> None:
+        watch.norms -= 1
+
+    def end_layer(number: int, out: Any) -> None:
+        watch.switch("", watch.outside)
+        made[number] = out
+
+    for number, (run, layer) in enumerate(zip(runs, layers, strict=True)):
+        if first[number] < number:
+            layer.forward = partial(again, first[number])
+            continue
+        on(layer, partial(begin_layer, run), partial(end_layer, number))
+        for name, child in layer.named_children():
+            on(child, partial(begin_child, run, name), lambda _: watch.switch(""))
+        for module in layer.modules():
+            if isinstance(module, (nn.Linear, Conv1D)):
+                on(module, None, lambda _, run=run, module=module: run.linears.add(module))
+            if is_norm(module) and not isinstance(module, nn.LayerNorm):
+                on(module, partial(begin_norm, run), end_norm)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for layer in layers:
+            layer.__dict__.pop("forward", None)
+
+
+def _tensors(given: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(given) if isinstance(x, Tensor)]
+
+
+def is_norm(module: nn.Module) -> bool:
+    return "norm" in type(module).__name__.lower()
+
+
+def kept_of(run: LayerRun, layer: nn.Module, mixers: set[str]) -> tuple[Kept, ...]:
+    """Return what a layer keeps of a token by ``kinds.PARTS``; ``mixers`` are its children with attention."""
+    last = max((at for at, name in enumerate(run.order) if name in mixers), default=-1)
+    early = {name for name in run.order[: last + 1] if name not in run.order[last + 1 :]}
+
+    def part_of(child: str, *, is_input: bool) -> int:
+        norms = is_norm(layer.get_submodule(child)) if child else False
+        is_early = child in early or (not child and last < 0)
+        return (
+            (0 if is_early else 2)
+            if norms or (is_input and (child in mixers or not is_early))
+            else 1
+            if is_early
+            else 3
+        )
+
+    sums = [[0] * len(Kept._fields) for _ in PARTS]
+    for child, count in run.inputs.items():
+        sums[part_of(child, is_input=False)][2] += count // _TOKENS
+    for child, in_norm, is_input, x in run.saved:
+        count, size = x.untyped_storage().nbytes() // x.element_size(), x.element_size()
+        if count % _TOKENS == 0:
+            is_computed = x.dtype == torch.bfloat16
+            column = (1 if is_computed else 3) if in_norm else (0 if is_computed else 4)
+            sums[part_of(child, is_input=is_input)][column] += count // _TOKENS * (1 if is_computed else size)
+    return tuple(Kept(*row) for row in sums)
+
+
+def products_of(run: LayerRun, children: set[str], *, inside: bool) -> int:
+    """Return the weights that a token is multiplied with in some children of a layer, or in all others."""
+    return sum(flops for name, flops in run.products.items() if (name in children) == inside) // (2 * _TOKENS)

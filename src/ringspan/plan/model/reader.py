@@ -1,0 +1,227 @@
+"""A model's shape from its config: transformers builds it on the meta device, where weights have shapes and no values.
+
+Each layer is counted from its own code, so no type's sizes are repeated here. C hidden size.
+"""
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.pytorch_utils import Conv1D
+
+from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.messages.lines import one_line
+from ringspan.plan.model.kinds import Kept, LayerKind
+from ringspan.plan.model.layers import LayerRun, first_alike, is_norm, kept_of, products_of, run_layers
+from ringspan.plan.model.scans import scan_of
+from ringspan.plan.model.shapes import ModelShape
+from ringspan.torch.layers.decoder import LayerKind as Seen
+from ringspan.torch.layers.decoder import decoder_of, layer_kinds, layers_of, text_config
+from ringspan.torch.layers.positions import num_learned_positions, num_trained_positions
+from ringspan.torch.layers.rope import is_rotary
+from ringspan.torch.model.recurrent import stateful_modules
+from ringspan.torch.model.support import UNSUPPORTED_FIELDS, refuse_config
+from ringspan.torch.tensor_parallel.split import placements_of, refuse_split
+
+
+def text_shape(values: Mapping[str, Any], name: str) -> ModelShape:
+    """Return the shape of a causal language model's config.
+
+    Raises:
+        ConfigError: values of which transformers builds no model.
+        UnsupportedError: a type that is none, or a layer whose parts the planner does not know; the message names it.
+    """
+    kind = values.get("model_type")
+    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        raise UnsupportedError(
+            f"{name}: model_type={kind!r} is no language model of transformers (AutoModelForCausalLM, "
+            "AutoModelForMultimodalLM); a ring does not run it"
+        )
+    model = built(AutoModelForCausalLM, values, name)
+    return ModelShape(name=name, config=json.dumps(dict(values)), **decoder_values(model, name))
+
+
+def config_of(values: Mapping[str, Any], name: str) -> Any:
+    """Return transformers' config of a config.json's values.
+
+    Raises:
+        ConfigError: its class does not take them.
+    """
+    kind = values["model_type"]
+    try:
+        return CONFIG_MAPPING[kind](**{key: _number(value) for key, value in values.items() if key != "model_type"})
+    except Exception as error:  # of config classes of any kind
+        raise ConfigError(f"{name}: transformers builds no {kind} model of its config: {one_line(error)}") from error
+
+
+def built(auto: Any, values: Mapping[str, Any], name: str) -> Any:
+    """Build the model of a config on the meta device, by an auto class of transformers.
+
+    Raises:
+        ConfigError: transformers makes none of these values.
+        UnsupportedError: the ring does not run it, whatever its dropout.
+    """
+    config = config_of(values, name)
+    for part in (config, text_config(config)):
+        for field in UNSUPPORTED_FIELDS:
+            if getattr(part, field, None):
+                setattr(part, field, 0)
+    try:
+        with torch.device("meta"):
+            model = auto.from_config(config, dtype=torch.bfloat16)
+    except Exception as error:  # of modules of any kind
+        kind = values["model_type"]
+        raise ConfigError(f"{name}: transformers builds no {kind} model of its config: {one_line(error)}") from error
+    refuse_config(model.config)
+    return model
+
+
+def decoder_values(model: Any, name: str) -> dict[str, Any]:
+    """Return the fields of a ``ModelShape`` for a model's decoder, counted layer by layer.
+
+    Raises:
+        UnsupportedError: a layer whose parts the planner does not know; the message names it.
+    """
+    decoder: Any = decoder_of(model)
+    config = decoder.config
+    kind = config.model_type
+    named = layers_of(decoder)
+    layers = [*named.values()]
+    unsplit, split = _split(model, decoder)
+    with suppress(Exception):  # of a model whose experts have one implementation
+        model.set_experts_implementation("grouped_mm")
+    with suppress(Exception):  # of a config that must have one
+        config.pad_token_id = None  # some look for it in the tokens
+    # Some layers have several attentions, and some configs number the encoder's layers.
+    sees = (len(layers) * layer_kinds(config))[: len(layers)]
+    stacks = [path.rpartition(".")[0] for path in named]  # of which one may run more often
+    first = first_alike(layers, zip(sees, stacks, strict=True))
+    try:
+        runs, outside = run_layers(model, decoder, layers, first)
+    except Exception as error:  # of code that asks for values
+        raise UnsupportedError(
+            f"{name}: the planner cannot run {kind} without values: {one_line(error, 80)}"
+        ) from error
+    kinds: list[LayerKind] = []
+    held: set[Tensor] = set()
+    for number, (layer, run) in enumerate(zip(layers, runs, strict=True)):
+        own = {*layer.parameters()} - held  # without what it shares with earlier layers
+        held |= own
+        if first[number] == number:
+            whole = 0 if unsplit else sum(p.numel() for p in own if p not in split)
+            facts = _Facts(layer, config.hidden_size, run, f"{name}: layer {number} of {kind}")
+            kinds.append(facts.kind(sees[number], whole))
+        else:
+            kinds.append(kinds[first[number]])
+        kinds[number] = replace(kinds[number], parameters=sum(p.numel() for p in own))
+    output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    return {
+        "hidden": config.hidden_size,
+        "vocab": config.vocab_size,
+        "tied": output is None or output.weight is embedding.weight,
+        "has_rms": any(is_norm(each) and not isinstance(each, nn.LayerNorm) for each in decoder.modules()),
+        "is_rotary": any(is_rotary(each) for each in decoder.modules()),
+        "positions": num_learned_positions(decoder) or 0,
+        "made_for": num_trained_positions(config) or 0,
+        "root": model.num_parameters() - sum(each.parameters for each in kinds),
+        "outside": outside,
+        "kinds": tuple(kinds),
+        "model_type": model.config.model_type,
+        "unsplit": unsplit,
+    }
+
+
+def _split(model: Any, decoder: Any) -> tuple[str, set[Tensor]]:
+    """Return why tensor parallelism cannot split a model, and the parameters that it splits."""
+    if stateful_modules(decoder):
+        return "layers with states have no tensor-parallel plan; use tp=1", set()
+    try:
+        refuse_split(model, 1)
+    except UnsupportedError as error:
+        return str(error), set()
+    return "", {*placements_of(model, 1)}
+
+
+def _number(value: Any) -> Any:
+    """Read a value of a config.json, in which transformers writes numbers that JSON lacks as objects."""
+    if isinstance(value, list):
+        return [_number(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    return float(value["__float__"]) if [*value] == ["__float__"] else {n: _number(each) for n, each in value.items()}
+
+
+class _Facts:
+    """One layer: its children with attention or a state, and what they and the others hold."""
+
+    def __init__(self, layer: nn.Module, size: int, run: LayerRun, where: str) -> None:
+        self.layer, self.size, self.run, self.where = layer, size, run, where
+        self.stateful = stateful_modules(layer)
+        if len(self.stateful) > 1:
+            raise UnsupportedError(
+                f"{where} has states in {', '.join(self.stateful)}; the planner counts one per layer"
+            )
+        mixing = {*self.stateful.values(), *run.callers}
+        self.mixers = {name for name, child in layer.named_children() if mixing & {*child.modules()}}
+        inside = {id(p) for name in self.mixers for p in layer.get_submodule(name).parameters()}
+        self.rest = [p.numel() for p in layer.parameters() if p.ndim > 1 and id(p) not in inside]
+        self.linears = [each for each in layer.modules() if isinstance(each, (nn.Linear, Conv1D))]
+        called = {*run.linears, *(each for state in self.stateful.values() for each in state.modules())}
+        idle = {id(each.weight) for each in self.linears if each not in called}  # Zamba's, for its other layers
+        inside -= idle
+        # Without decays, of as many numbers as a state.
+        weights = [(path, p) for path, p in layer.named_parameters() if p.ndim > 1 and not path.endswith("A_log")]
+        self.mixing = sum(p.numel() for _, p in weights if id(p) in inside)
+
+    def kind(self, sees: Seen, whole: int) -> LayerKind:
+        scan, channels, taps, mixed = None, 0, 0, 0
+        for path, module in self.stateful.items():
+            scan = scan_of(module, f"{self.where}, {path}")
+            convolution = next((each for each in module.modules() if isinstance(each, nn.Conv1d)), None)
+            if convolution is not None:
+                channels, taps = convolution.in_channels, convolution.kernel_size[0]
+            rows = [each.out_features for each in module.modules() if isinstance(each, nn.Linear)]
+            mixed = sum(rows) - self.size + 2 * channels
+        used = products_of(self.run, self.mixers, inside=False)
+        mixing = self.mixing if self.stateful else products_of(self.run, self.mixers, inside=True)
+        products = self._products()
+        linears = [each.weight for each in self.linears]
+        return LayerKind(
+            parameters=0,  # counted with those that layers share
+            whole=whole,
+            matrices=used + mixing,
+            mixing=mixing,
+            feedforward=sum(self.rest),
+            products=products,
+            intermediate=round(used / (products * self.size)),
+            **self.run.heads._asdict(),
+            calls=max(1, len(self.run.callers)),
+            window=(sees.chunk or sees.window) if self.run.callers else None,
+            chunks=bool(sees.chunk and self.run.callers),
+            linears=(len(linears), sum(sum(x.shape) for x in linears), sum(x.numel() for x in linears)),
+            kept=self._kept(),
+            scan=scan,
+            channels=channels,
+            taps=taps,
+            mixed=mixed,
+        )
+
+    def _kept(self) -> tuple[Kept, ...]:
+        """Return what the run kept; before a state's result, what a fused kernel would."""
+        kept = kept_of(self.run, self.layer, self.mixers)
+        if not self.stateful:
+            return kept
+        heads, kv_heads, head_dim, value_dim = self.run.heads
+        keys = Kept(heads * head_dim + kv_heads * (head_dim + value_dim))
+        return Kept(self.size, self.size, self.size, 4 * self.size + 4), keys, *kept[2:]
+
+    def _products(self) -> int:
+        """Return the products of a feed-forward: three of a gated one, whose first two may be one weight."""
+        large = [size for size in self.rest if 4 * size > max(self.rest)]
+        return max(1, round(sum(large) / min(large))) if large and len(large) < 4 else 3

@@ -1,0 +1,63 @@
+"""Recurrences of a layer, counted from the modules that transformers builds.
+
+H heads, K key size, V value size, N state size.
+"""
+
+from typing import Any, Final
+
+from torch import nn
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.plan.model.kinds import Scan
+from ringspan.torch.model.recurrent import functions_of
+
+_DELTA_CHUNK: Final = 64  # tokens, in transformers' code and flash-linear-attention's
+_DELTA: Final = "torch_chunk_gated_delta_rule"
+_KIMI: Final = "chunk_kimi_delta_attention"
+_SSD: Final = "mamba2_chunk_scan"
+_SELECTIVE: Final = "mamba_selective_scan"
+_LIGHTNING: Final = "lightning_attention"
+
+
+def scan_of(module: nn.Module, where: str) -> Scan | None:
+    """Return a module's recurrence; None if it only convolves."""
+    names = functions_of(module)
+    of: Any = module
+    if _DELTA in names:
+        return _delta(of.num_v_heads, of.head_k_dim, of.head_v_dim)
+    if _SSD in names:
+        return _state_space(of.num_heads, of.head_dim, of.ssm_state_size, of.n_groups, of.chunk_size)
+    if _KIMI in names:
+        return _delta(of.num_heads, of.head_dim, of.head_dim)
+    if _SELECTIVE in names:
+        channels, states = of.intermediate_size, of.ssm_state_size
+        return Scan(state=channels * states, map_=channels * states, flops=6.0 * channels * states, out=channels)
+    if _LIGHTNING in names:
+        return _lightning(of.num_attention_heads, of.head_dim, of.block_size)
+    if names == ("causal_conv1d_fn",):
+        return None
+    raise UnsupportedError(f"{where} computes {', '.join(names)}, which the planner does not count")
+
+
+def _delta(heads: int, key: int, value: int) -> Scan:
+    """Count per head, in a chunk of c tokens: keys and queries by keys (4 c K), the triangular system (c (K + V)),
+    scores by values (2 c V); keys and queries by the state, and its update (6 K V).
+    """
+    c = _DELTA_CHUNK
+    flops = heads * (4 * c * key + c * (key + value) + 2 * c * value + 6 * key * value)
+    state = heads * key * value
+    return Scan(state=state, map_=heads * key * key, flops=flops, out=heads * value, chunk_states=state / c)
+
+
+def _state_space(heads: int, size: int, states: int, groups: int, chunk: int) -> Scan:
+    """Count in a chunk of c tokens: C by B per group (2 c N), scores by inputs (2 c V); per head the state (4 V N)."""
+    flops = 2 * chunk * states * groups + heads * (2 * chunk * size + 4 * size * states)
+    state = heads * size * states
+    return Scan(state=state, map_=heads, flops=flops, out=heads * size, chunk_states=state / chunk)
+
+
+def _lightning(heads: int, size: int, block: int) -> Scan:
+    """Count per head, in a block of c tokens: queries by keys, scores by values (4 c K), the state (4 K K)."""
+    state = heads * size * size
+    flops = heads * (4 * block * size + 4 * size * size)
+    return Scan(state=state, map_=heads, flops=flops, out=heads * size, chunk_states=state / block)
