@@ -50,52 +50,10 @@ def refusal(folder: Path, *overrides: str, text: str = MINIMAL) -> str:
 
 
 def test_a_minimal_file_takes_the_documented_defaults(tmp_path: Path):
+    """The template has each default; these are worked out from others."""
     config = load_config(write(tmp_path, MINIMAL))
-    assert (config.run, config.seed, config.steps) == ("runs/finetune", 0, 100)
-    assert config.model.model_dump() == {
-        "path": "some/model",
-        "init": "pretrained",
-        "config": None,
-        "tokenizer": None,
-        "dtype": "float32",
-        "parameter_dtype": "float32",
-        "compile": False,
-        "trust_remote_code": False,
-        "rope": None,
-    }
-    assert config.model.tokenizer_source == "some/model"
-    assert config.data.paths == ("corpus",)
-    assert (config.data.text_field, config.data.hub_split, config.data.documents) == ("text", "train", "pack")
-    assert config.data.eval_fraction == 0.02
-    assert config.mesh.model_dump() == {"ring": None, "replicate": 1, "tp": 1}
-    assert config.attention.layout == "zigzag"
-    assert config.memory.model_dump() == {
-        "checkpoint": "attention",
-        "activation_bytes": None,
-        "loss_chunk_tokens": 1024,
-        "loss_chunk_vocabulary": None,
-        "layers_per_checkpoint": "auto",
-        "feedforward_chunk_tokens": "auto",
-        "norm_chunk_tokens": "auto",
-        "offload": "none",
-    }
-    assert config.optimizer.model_dump() == {
-        "learning_rate": 3e-4,
-        "weight_decay": 0.1,
-        "betas": (0.9, 0.95),
-        "eps": 1e-8,
-        "warmup_steps": 10,
-        "min_learning_rate_ratio": 0.1,
-        "clip_grad_norm": 1.0,
-        "batch_size": 1,
-        "accumulation_steps": 1,
-        "z_loss": 0.0,
-        "label_smoothing": 0.0,
-        "state": "float32",
-        "on_host": False,
-        "rounding": "nearest",
-    }
-    assert config.evaluation.model_dump() == {"every_steps": 0, "num_sequences": 8}
+    assert (config.run, config.steps, config.model.tokenizer_source) == ("runs/finetune", 100, "some/model")
+    assert config.data.paths == ("corpus",) and config.optimizer.warmup_steps == 10
 
 
 def test_the_example_loads_and_fits_four_processes():
