@@ -47,7 +47,7 @@ def why(question: Question, setting: Setting, memory: Memory, cost: StepCost, lo
     yield (
         f"the peak is in the {memory.moment}: {shown_bytes(memory.peak_bytes)} of {shown_bytes(device.memory_bytes)}; "
         f"{shown_bytes(memory.reserve_bytes)} more, {RESERVE:.0%} of activations, temporaries and communication, are "
-        "an allowance for what the allocator reserves with expandable segments (ringspan train sets them; one H100 "
+        "an allowance for what the allocator reserves with expandable segments (ringspan train sets them; one H200 "
         "reserved 32% without)"
     )
     yield from _about_host(question, setting)

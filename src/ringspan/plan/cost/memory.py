@@ -24,7 +24,7 @@ from ringspan.plan.model.shapes import ModelShape
 ATTENTION_MOMENT: Final = "attention backward"  # the one that depends on the route
 
 # Of what a step allocates and frees: an allowance for expandable segments, which ``ringspan train`` sets. Without them
-# an H100 reserved 32% more (131,072 tokens, benchmarks/results).
+# an H200 reserved 32% more (131,072 tokens, benchmarks/results).
 RESERVE: Final = 0.03
 _FLOAT32: Final = 4
 _INDICES: Final = 3 * 8  # tokens, positions and labels are int64
