@@ -43,7 +43,6 @@ def test_it_writes_pictures_and_prints_one_object(monkeypatch, capsys, model, tm
         (["--length", str(10**18)], "each of 2 ranks needs"),
         (["--ranks", "2", "--length", "3"], "--length 3: a zigzag ring of 2 needs at least 4"),
         (["--model", "lama-7b"], "did you mean llama-7b"),
-        (["--model", "gpt2", "--ranks", "1", "--length", "64"], "not gpt2"),
     ],
 )
 def test_bad_input_is_refused_and_nothing_is_written(monkeypatch, capsys, model, tmp_path, arguments, message):

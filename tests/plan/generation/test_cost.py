@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig
 
 from ringspan.core.arguments import PREFILL_TOKENS, is_split
 from ringspan.core.geometry.mask import causal
@@ -22,7 +23,7 @@ MEASURED = Path(__file__).parents[3] / "benchmarks" / "results" / "generate-cpu-
 
 
 def llama(**sizes):
-    return from_config({"model_type": "llama", **sizes}, "tiny")
+    return from_config(LlamaConfig(**sizes).to_dict(), "tiny")
 
 
 SHAPE = llama(
