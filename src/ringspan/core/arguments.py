@@ -1,4 +1,4 @@
-"""What every back end's attention asks of its arguments before anything moves."""
+"""Checks of attention's arguments, common to all back ends, before any communication."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -26,12 +26,12 @@ _LAYOUT_HINT: Final = 'pass rs.Layout("zigzag", length=S, ranks=N)'
 
 
 def is_split(count: int, ranks: int) -> bool:
-    """Whether ``count`` new tokens over a cache are split over the ranks of a ring, or computed by each."""
+    """Return True if ``count`` new tokens over a cache are split over a ring, False if each rank computes all."""
     return ranks > 1 and count >= max(SPLIT_FROM_TOKENS, 2 * ranks)
 
 
 def check_shapes(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> None:
-    """Refuse shapes that are no attention: q (B, H, T, D), k (B, G, T', D), v (B, G, T', E), G dividing H.
+    """Refuse any shapes but q (B, H, T, D), k (B, G, T', D), v (B, G, T', E), with G dividing H.
 
     Raises:
         UnsupportedError: naming the shape.
@@ -51,7 +51,7 @@ def check_shapes(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> None:
 
 
 def check_scores(scale: float | None, softcap: float | None) -> None:
-    """Refuse a scale or a soft cap that is no number or leaves no scores.
+    """Refuse a scale or soft cap that is not a number or removes all scores.
 
     Raises:
         UnsupportedError: naming the value.
@@ -63,7 +63,7 @@ def check_scores(scale: float | None, softcap: float | None) -> None:
 
 
 def find_mask(mask: Mask | str | None) -> Mask:
-    """The mask that a caller gave: causal when None, text read by ``Mask.parse``.
+    """Return the caller's mask: causal if None, text read by ``Mask.parse``.
 
     Raises:
         MaskError: no mask, text that cannot be read, or regions that overlap.
@@ -84,7 +84,7 @@ def find_mask(mask: Mask | str | None) -> Mask:
 def find_layouts(
     layout: LayoutName | Layout, key_layout: Layout | None, ranks: int, tokens: int, key_tokens: int, remedy: str
 ) -> tuple[Layout, Layout]:
-    """Where queries and keys live, from what the caller said and the local tokens of each.
+    """Return the layouts of queries and keys, from the caller's arguments and local tokens.
 
     A name means sequences of ``ranks`` times the local tokens. ``remedy`` is what pads a tensor that does not fit.
 
@@ -113,7 +113,7 @@ def find_layouts(
 
 
 def _check_layouts(layout: Any, key_layout: Any) -> None:
-    """Refuse what is no layout."""
+    """Refuse anything but a layout."""
     if not isinstance(layout, (str, Layout)):
         raise LayoutError(f"layout must be a name or a Layout, got {described(layout)}; {_LAYOUT_HINT}")
     if key_layout is not None and not isinstance(key_layout, Layout):
@@ -138,7 +138,7 @@ def check_sharding(shape: Sequence[int], layout: Any, dim: Any) -> None:
 
 
 def _check_whole(layout: CustomLayout) -> None:
-    """Refuse a layout whose positions are not those of a sequence and of the padding at its end."""
+    """Refuse a layout that does not hold a sequence's positions and its end's padding."""
     end = max([layout.length, *(span.start + span.count for held in layout.parts for span in held)])
     if layout.padded_length != end:
         raise LayoutError(

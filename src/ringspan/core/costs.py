@@ -39,7 +39,7 @@ class LayerSizes:
 
     @property
     def kv_size(self) -> int:
-        """Numbers in all key heads of a token; as many are in its value heads."""
+        """Numbers in all key heads of a token, equal to its value heads'."""
         return self.kv_heads * self.head_dim
 
 
@@ -102,7 +102,7 @@ def saved_bytes(
 
 
 class LossBytes(NamedTuple):
-    """Bytes of the blockwise loss beside its arguments and the gradient of ``hidden``."""
+    """Bytes that the blockwise loss allocates, except its arguments and the gradient of ``hidden``."""
 
     sums: int
     """Gradients of weight and bias, as long as the loss is there."""

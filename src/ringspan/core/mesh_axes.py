@@ -18,7 +18,7 @@ Names = str | Sequence[str] | None
 
 
 def recognised(sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
-    """The axes of each role of ``WELL_KNOWN``, in the order of the mesh; those of one rank are only taken if need be.
+    """Return the axes of each role of ``WELL_KNOWN``, in mesh order; axes of one rank only if needed.
 
     Raises:
         ConfigError: an axis of two or more ranks whose name says nothing, or two axes over which a sequence is split.
@@ -40,10 +40,10 @@ def recognised(sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
 
 
 def assigned(sizes: Mapping[str, int], given: Mapping[str, Names]) -> dict[str, tuple[str, ...]]:
-    """The axes of each role as somebody says them: a name or several, none for None.
+    """Return the axes of each role as the caller names them: a name or several, empty for None.
 
     Raises:
-        ConfigError: a name that is no axis or is given twice, or an axis of two or more ranks without a role.
+        ConfigError: a name that is not an axis or is given twice, or an axis of two or more ranks without a role.
     """
     chosen = {
         role: () if names is None else (names,) if isinstance(names, str) else tuple(names)

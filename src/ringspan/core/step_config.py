@@ -1,4 +1,4 @@
-"""How a training step runs on a mesh: the options of ``parallelize``, once."""
+"""Options of a training step on a mesh, shared by all callers of ``parallelize``."""
 
 from dataclasses import dataclass
 

@@ -40,7 +40,7 @@ def shard(x: Any, layout: Layout, dim: int, *, value: float = 0) -> Array:
 
 
 def unshard(x: Any, layout: Layout, dim: int) -> Array:
-    """The inverse of ``shard``: in order, without padding.
+    """Invert ``shard``: in order, without padding.
 
     Raises:
         LayoutError: no layout, or ``x`` does not have ``layout.padded_length`` entries along ``dim``.
@@ -53,10 +53,10 @@ def unshard(x: Any, layout: Layout, dim: int) -> Array:
 
 
 def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, layout: LayoutName = "zigzag") -> dict[str, Array]:
-    """A whole batch as arrays on the mesh, sequences split over dp and fsdp, tokens over sp.
+    """Return a whole batch as arrays on the mesh, sequences split over dp and fsdp, tokens over sp.
 
     Labels are shifted here, before the permutation, so that each token knows its true successor; padding gets the label
-    -100 and comes last, where no real token sees it.
+    -100 and comes last, unseen by any real token.
 
     Args:
         batch: ``input_ids`` (B, S) and ``labels`` (B, S), unshifted, or ``shift_labels`` (B, S), where entry i is the

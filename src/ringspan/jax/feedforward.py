@@ -25,8 +25,8 @@ def blockwise_feedforward(function: Callable[[Array], Array], x: Array, *, chunk
         (..., T, C').
 
     Raises:
-        ConfigError: ``chunk_tokens`` that is no integer or below one.
-        UnsupportedError: ``function`` returns something else than one row for each row.
+        ConfigError: ``chunk_tokens`` that is not an integer or below one.
+        UnsupportedError: ``function`` does not return one row for each row.
 
     Source: Liu and Abbeel 2023, "Blockwise Parallel Transformer for Large Context Models".
     """
@@ -41,8 +41,9 @@ def blockwise_feedforward(function: Callable[[Array], Array], x: Array, *, chunk
 
 
 def chunks(rows: Array, chunk_tokens: int, *, value: float | None = None) -> Array:
-    """Cut (T, ...) into (number, size, ...): the fewest, most equal chunks, padded with ``value`` or with the last row,
-    since 0 times NaN is NaN where a function has no derivative at zero.
+    """Cut (T, ...) into (number, size, ...): the fewest, most equal chunks, padded with ``value`` or the last row.
+
+    The last row, since 0 times NaN is NaN for a function without a derivative at zero.
     """
     chunk_tokens = integer(chunk_tokens, "chunk_tokens", ConfigError, at_least=1)
     number = max(1, -(-len(rows) // chunk_tokens))

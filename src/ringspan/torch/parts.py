@@ -1,4 +1,4 @@
-"""What of a model ``parallelize`` may change, found before anything changes; what it cannot do raises here."""
+"""Parts of a model that ``parallelize`` may change, found before any change; unsupported models raise here."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -45,7 +45,7 @@ class InBlocks(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What ``parallelize`` has found in a model that it may change."""
+    """Parts of a model that ``parallelize`` may change."""
 
     decoder: PreTrainedModel
     in_blocks: list[InBlocks]
@@ -126,9 +126,7 @@ def _refuse_options(model: PreTrainedModel, decoder: Any, mesh: DeviceMesh, conf
 
 
 def _in_blocks(model: PreTrainedModel, decoder: Any, mesh: DeviceMesh, config: StepConfig) -> Iterator[InBlocks]:
-    """Feed-forwards and norms that run in blocks: each is tried out, on this process alone, before attention is the
-    ring's.
-    """
+    """Find feed-forwards and norms to run in blocks; each is tried out in this process, before the ring's attention."""
     if config.compile is not False:  # blocks would break its programs
         return
     option, is_checkpointed = "feedforward_chunk_tokens", config.checkpoint != "none"
@@ -147,7 +145,7 @@ def _in_blocks(model: PreTrainedModel, decoder: Any, mesh: DeviceMesh, config: S
 
 
 def _with_head(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig, parts: Parts, found: FoundHead) -> Parts:
-    """The parts of a model that predicts tokens: its head, its loss, and what it sees or hears."""
+    """Find the parts of a causal language model: its head, its loss, and its towers."""
     if not found.shifts and _is_first(mesh):
         say_shifted(model)
     head: Any = model.get_output_embeddings()
@@ -176,15 +174,15 @@ def _with_head(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig, par
 
 
 def _is_first(mesh: DeviceMesh) -> bool:
-    """Whether this rank says what all ranks found."""
+    """Return True if this rank logs for all ranks."""
     return mesh.get_rank() == int(mesh.mesh.min())
 
 
 def compute_dtype_of(config: StepConfig) -> torch.dtype | None:
-    """What layers compute in; the parameters' own dtype when None.
+    """Return the dtype that layers compute in; the parameters' dtype if None.
 
     Raises:
-        ConfigError: it is no dtype of real numbers.
+        ConfigError: it is not a dtype of real numbers.
     """
     if config.compute_dtype is None:
         return None

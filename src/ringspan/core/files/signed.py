@@ -1,7 +1,7 @@
-"""JSON files that say whether they were changed, and digests of files beside them.
+"""Signed JSON files, which reveal a change, and digests of neighbouring files.
 
-A signed file is ``{"sha256": ..., "manifest": {...}}``: the digest is that of the inner object as canonical JSON, so
-that a change to what describes other files is found like one to them. Nothing here is executed.
+A signed file is ``{"sha256": ..., "manifest": {...}}``: the digest covers the inner object as canonical JSON, so a
+change to the description of other files is found like a change to these files. Nothing here is executed.
 """
 
 import hashlib

@@ -1,5 +1,4 @@
-"""What one rank does in one pass over its schedule, as events in order: what it makes and frees, sends and waits for,
-computes and adds.
+"""Events of one rank in one pass over its schedule, in order: allocate, free, send, wait, compute, add.
 
 The loop of ``ringspan.torch.attention.ring`` carries out exactly these: a test holds every message and every byte of
 the two together. Times (``core/schedule/timing.py``) and memory (``plan/cost/loop.py``) are read off the same events.
@@ -32,10 +31,10 @@ class Part:
         shape: of all heads; ``head_groups`` of them go through the loop one after the other.
         tokens: of the rank's queries.
         key_tokens: of its keys.
-        kernel: what a launch of one group of heads takes; nothing when None, as where it adds up in place.
+        kernel: what a launch of one group of heads takes; nothing if None, as for one that adds in place.
         comm_dtype: how keys and values are sent: exact, bfloat16, float8 or int8.
         gradient_comm_dtype: how dk and dv are sent: exact (float32) or bfloat16.
-        kv_itemsize: bytes of a number of the dk and dv that backward returns; those of ``shape`` when None.
+        kv_itemsize: bytes of a number of the dk and dv that backward returns; ``shape``'s if None.
     """
 
     schedule: Schedule
@@ -82,7 +81,7 @@ class Free(NamedTuple):
 
 
 class Post(NamedTuple):
-    """Start sending and receiving what belongs to one transfer; ``number`` is that of its messages."""
+    """Start a transfer's sends and receives; ``number`` is its messages' number."""
 
     number: int
     sends: tuple[Message, ...]
@@ -90,7 +89,7 @@ class Post(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Until all of a transfer has arrived and been sent."""
+    """Wait until all of a transfer has arrived and been sent."""
 
     number: int
 
@@ -103,13 +102,13 @@ class Compute(NamedTuple):
 
 
 class Accumulate(NamedTuple):
-    """Add what another rank has sent; merging takes so many bytes meanwhile."""
+    """Add a received partial; merging temporarily takes ``num_bytes``."""
 
     num_bytes: int
 
 
 class Convert(NamedTuple):
-    """Into the communication dtype or out of it, which takes so many bytes meanwhile."""
+    """Convert into the communication dtype or out of it, which temporarily takes ``num_bytes``."""
 
     num_bytes: int
 
@@ -128,7 +127,7 @@ def forward(part: Part) -> Iterator[Event]:
 
 
 def backward(part: Part) -> Iterator[Event]:
-    """The events of a backward pass; that of queries as blocks goes by keys and values (``Route.backward``).
+    """Yield the events of a backward pass; with queries as blocks it sends keys and values (``Route.backward``).
 
     The gradients of a group of heads still reach their owner at the first hop of the next one.
     """
@@ -160,14 +159,14 @@ class _Sum:
         self._rows: Ranges = ()
 
     def touch(self, start: int, stop: int) -> bool:
-        """Mark rows as touched; return whether none of them had a partial."""
+        """Mark rows as touched; return True if no row had a partial."""
         missing = size(minus(((start, stop),), self._rows))
         self._rows = union(self._rows, ((start, stop),))
         return missing == stop - start
 
 
 class _Walk:
-    """One group of heads on its way through the hops; holders are dropped where the loop drops its variables."""
+    """One group of heads on its way through the hops; holders are dropped when the loop drops its variables."""
 
     def __init__(self, part: Part, number: int) -> None:
         self.part, self.shape, self.hops = part, part.group, part.schedule.hops
@@ -184,7 +183,7 @@ class _Walk:
         self.sums = Buffer(0)  # of dk and dv
 
     def forward(self, last: list[Buffer]) -> Steps[list[Buffer]]:
-        """Run forward; ``last`` are the former group's sums and last arrival; return those of this one."""
+        """Run forward; ``last`` are the previous group's sums and last arrival; return this group's."""
         shape, part = self.shape, self.part
         row = shape.batch * shape.heads * shape.sum_itemsize
         partial = row * (shape.value_dim + 1)
@@ -259,7 +258,7 @@ class _Walk:
         yield from _drop(self.sums)
 
     def _arrive(self, hop: Hop) -> Steps[Buffer]:
-        """The block of a hop as it is computed with; those that follow are posted."""
+        """Return the block that a hop computes with; post the following ones."""
         coming = self.under_way.pop(hop.index, None)
         arrival = (yield from self._wait(coming)) if coming else None
         if hop.index:
@@ -297,7 +296,7 @@ class _Walk:
         return coded
 
     def _decode(self, coded: Buffer) -> Steps[Buffer]:
-        """Decode what arrived for computing: ``coded`` itself where it needs no converting."""
+        """Decode a received block for computing: ``coded`` itself if it needs no conversion."""
         if not self.is_converted:
             coded.holders += 1
             return coded
@@ -315,7 +314,7 @@ class _Walk:
     def _post(
         self, message: int, sends: list[tuple[int, Buffer]], receives: list[tuple[Send, int]], extra: int = 0
     ) -> Steps[list[_Coming]]:
-        """Start a transfer; what holds nothing is no message. ``receives`` are tokens and the bytes of each."""
+        """Start a transfer; empty parts send no message. ``receives`` are tokens and the bytes of each."""
         arrivals: list[Buffer | None] = []
         for (_, ranges), token in receives:
             arrivals.append((yield from _make(token * size(ranges) + extra, ranges)) if ranges else None)
@@ -338,7 +337,7 @@ class _Walk:
         return coming.arrival
 
     def _add(self, coming: _Coming, total: _Sum | None = None) -> Iterator[Event]:
-        """Wait for what another rank made of a block, and add it."""
+        """Wait for another rank's partial result of a block, and add it."""
         arrival = yield from self._wait(coming)
         if arrival is None:
             return

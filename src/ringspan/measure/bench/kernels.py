@@ -107,8 +107,10 @@ def _why_not(name: str, where: torch.device) -> str | None:
 
 
 def markdown() -> str:
-    """Return the table of docs/masks.md: CPUs that multiply bfloat16 quickly, and CUDA devices of compute capability
-    8.0 with cuDNN and Triton as in PyTorch's builds, without the flash-attn packages.
+    """Return the table of docs/masks.md.
+
+    For CPUs that multiply bfloat16 quickly, and CUDA devices of compute capability 8.0 with cuDNN and Triton as in
+    PyTorch's builds, without the flash-attn packages.
     """
     lines = ["| attention | CPU | CUDA |", "| --- | --- | --- |"]
     cpu = replace(rules_of(torch.device("cpu")), multiplies_16_bits=True)

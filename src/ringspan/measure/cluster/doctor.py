@@ -55,8 +55,9 @@ def _tell_nobody(what: str) -> None:
 
 
 def examine(ranks: int | None, doing: Callable[[str], None] = _tell_nobody) -> dict[str, Any]:
-    """Return the ``ringspan doctor`` report of ``ranks`` local processes, one per device if None; ``doing`` gets
-    progress.
+    """Return the ``ringspan doctor`` report of ``ranks`` local processes, one per device if None.
+
+    ``doing`` gets progress.
 
     Raises:
         ConfigError: fewer than one rank, or more than CUDA devices.

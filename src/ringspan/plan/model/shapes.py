@@ -13,13 +13,14 @@ from ringspan.plan.model.kinds import LayerKind, Tower
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape(LayerSizes):
-    """Sizes of a decoder-only transformer whose layers are alike; or that has ``kinds``, one for each layer, and
-    ``root`` parameters outside of them.
+    """Sizes of a decoder-only transformer.
+
+    Its layers are equal; or it has ``kinds``, one for each layer, and ``root`` parameters outside of them.
 
     Of one that sees or hears, ``tower_layers`` are the parameters of each of its towers' layers, ``tower_root`` those
     beside them and the decoder, and ``towers`` what each makes of one sequence. ``later_pairs``: pairs of a query and a
-    later key that each layer computes beside the causal ones. ``positions`` are those of a learned table,
-    ``made_for`` those that a rotary model was made for; 0 where there are none, or nothing says it.
+    later key that each layer computes beside the causal ones. ``positions`` are those of a learned table, ``made_for``
+    those that a rotary model was made for; 0 if absent or unstated.
     """
 
     name: str

@@ -34,14 +34,12 @@ from ringspan.torch.transport.protocol import Transport
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which partials and gradients add up: float32, or float64 for float64 inputs."""
+    """Return the accumulation dtype of partials and gradients: float32, or float64 for float64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def empty_like(x: Tensor, size: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Allocate a result like ``x``: always in rows, which in-place kernels need, and in x's dimension order if
-    possible.
-    """
+    """Allocate a result like ``x``, in rows, as in-place kernels need, and in x's dimension order if possible."""
     size = x.shape[-1] if size is None else size
     if size == x.shape[-1] and is_in_rows(x):
         return torch.empty_like(x, dtype=dtype)
@@ -64,9 +62,7 @@ class Ring:
     positions: tuple[Callable[[int], Tensor], Callable[[int], Tensor]] | None = None
 
     def heads(self, q: Tensor, k: Tensor) -> Iterator[tuple[int, slice, slice]]:
-        """Return the number, query heads and key/value heads of the groups; sharing queries stay with their key/value
-        head.
-        """
+        """Yield each group's number, query heads and key/value heads; queries stay with their key/value head."""
         for number in range(self.head_groups):
             heads, kv_heads = (
                 slice(x.shape[1] * number // self.head_groups, x.shape[1] * (number + 1) // self.head_groups)
@@ -161,7 +157,7 @@ def hops_and_blocks(ring: Ring, number: int, own: Block) -> Iterator[tuple[Hop, 
 def _post(
     ring: Ring, sends: Sequence[tuple[int, Block]], receives: Sequence[tuple[int, PackedSpec]], message: int
 ) -> list[_Coming]:
-    """Start sending packed blocks and receiving others; empty blocks are no messages."""
+    """Start sending packed blocks and receiving others; empty blocks send no message."""
     transfer, pending = ring.exchange.post(
         [(peer, block.buffer) for peer, block in sends if block.buffer is not None],
         [(peer, spec.buffer_spec) for peer, spec in receives if spec.ranges],
@@ -234,8 +230,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute local dq, dk and dv from the GLOBAL out and lse; gradients add up and travel in float32.
 
-    A block's dk and dv follow it one hop behind; the last rank that adds to a part sends it to the owner. They are
-    returned in ``kv_dtype``, the keys' dtype when None.
+    A block's dk and dv follow it one hop later; the last rank that adds to a part sends it to the owner. They are
+    returned in ``kv_dtype``, the keys' dtype if None.
     """
     dq, dk, dv = empty_like(q), *(empty_like(x, dtype=kv_dtype) for x in (k, v))
     serving = kernels.serving(ring.spec.kernel, q, v, ring.scores)

@@ -100,7 +100,7 @@ def keeping_buffers(model: Any) -> Iterator[None]:
     """Check that training leaves the layers' buffers unchanged.
 
     Raises:
-        UnsupportedError: a layer changed one in place (batch norm, spectral norm); on every rank alike.
+        UnsupportedError: a layer changed one in place (batch norm, spectral norm); on every rank.
     """
     if not (model.training and torch.is_grad_enabled()):
         yield

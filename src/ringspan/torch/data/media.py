@@ -50,7 +50,7 @@ class Media:
     """A model's cached results."""
 
     def to(self, *_: Any, **__: Any) -> "Media":
-        """Return self: moving a batch to a device leaves images where they are."""
+        """Return self: moving a batch to a device does not move images."""
         return self
 
     def __len__(self) -> int:
@@ -80,7 +80,7 @@ def media_of(batch: Mapping[str, Any]) -> Media | None:
 
 
 def _tensor(name: str, value: Any) -> Tensor:
-    """Return an input as a tensor, in which models look for per-image numbers."""
+    """Return an input as a tensor, since models look there for per-image numbers."""
     try:
         made = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:

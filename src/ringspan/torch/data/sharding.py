@@ -16,7 +16,7 @@ def shard(x: Tensor, layout: Layout, rank: int, dim: int, *, value: float = 0) -
     """Return this rank's ``pad(x, value)[positions(rank)]`` along ``dim``; differentiable.
 
     Raises:
-        UnsupportedError: ``x`` is no plain tensor.
+        UnsupportedError: ``x`` is not a plain tensor.
         LayoutError: no layout, or no rank of it; or ``x`` does not have ``layout.length`` entries along ``dim``.
     """
     check_plain("x", x)
@@ -35,7 +35,7 @@ def unshard(x: Tensor, layout: Layout, group: dist.ProcessGroup | DeviceMesh | N
     """Gather the whole tensor, in order and without padding, from every rank's part; not differentiable.
 
     Raises:
-        UnsupportedError: ``x`` is no plain tensor, or ``group`` no group of this rank.
+        UnsupportedError: ``x`` is not a plain tensor, or ``group`` is not a group of this rank.
         LayoutError: no layout, or one for another number of ranks than the group has; or ``x`` does not have
             ``layout.tokens_per_rank`` entries along ``dim``.
         PeerMismatch: the ranks have other shapes, dtypes or layouts; on every rank.

@@ -38,7 +38,7 @@ def agreed_options(
 
     Raises:
         PeerMismatch: they do not; on every rank.
-        RingspanError: an error of some rank; on every rank alike.
+        RingspanError: an error of some rank; on every rank.
     """
     arguments: dict[str, Any] = {}
     try:

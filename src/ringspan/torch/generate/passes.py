@@ -53,7 +53,7 @@ def agreed_pass(
 
     Raises:
         PeerMismatch: they do not; on every rank.
-        RingspanError: an error of some rank; on every rank alike.
+        RingspanError: an error of some rank; on every rank.
     """
     asked: dict[str, Any] = {}
     try:
@@ -284,7 +284,7 @@ def _sequences(turn: Turn) -> SequencePass:
 
 @contextmanager
 def unchecked(model: nn.Module) -> Iterator[None]:
-    """Disable activation checkpointing, in which transformers' layers forget their cache."""
+    """Disable activation checkpointing, since it makes transformers' layers forget their cache."""
     modules = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     for module in modules:
         module.gradient_checkpointing = False  # pyright: ignore[reportArgumentType]

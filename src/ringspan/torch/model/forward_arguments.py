@@ -97,7 +97,7 @@ REFUSED: Final[Mapping[str, str]] = {
 
 @torch.compiler.disable()
 def check_arguments(model_name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise if a caller gave what a model on a ring does not do; None is every default.
+    """Raise for arguments that a model on a ring does not support; every default is None.
 
     Raises:
         UnsupportedError: the first such argument, with what to do instead; or an unknown one.
@@ -122,7 +122,7 @@ def _similar(name: str, known: Iterable[str]) -> str:
 
 
 class Unsaid(Enum):
-    """Value of an omitted argument for which None has a meaning."""
+    """Value of an omitted argument if None has a meaning."""
 
     UNSAID = "unsaid"
 

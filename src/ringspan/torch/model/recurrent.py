@@ -107,7 +107,7 @@ def _code_of(module: nn.Module) -> Any:
 
 
 def functions_of(module: nn.Module) -> tuple[str, ...]:
-    """Return the functions by which a module's forward mixes tokens; ours if they are inlined."""
+    """Return the functions that mix tokens in a module's forward; ours if they are inlined."""
     return (lightning_attention.__name__,) if _is_lightning(module) else _hooks_of(module)
 
 

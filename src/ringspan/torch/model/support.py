@@ -115,7 +115,7 @@ def _refuse_own_tower(name: str, decoder: PreTrainedModel) -> None:
 
 
 def refuse_quantised(config: PreTrainedConfig) -> None:
-    """Raise UnsupportedError for quantised files; a model made of the config alone has plain weights."""
+    """Raise UnsupportedError for quantised files; a model built from only the config has plain weights."""
     if (packed := getattr(config, "quantization_config", None)) is not None:
         values = packed if isinstance(packed, dict) else packed.to_dict()
         if values.get("quant_method") == "torchao":
@@ -221,7 +221,7 @@ def _find_head(model: PreTrainedModel) -> FoundHead:
 
 
 def _behind_decoder(model: PreTrainedModel, head: nn.Module) -> tuple[str, ...]:
-    """Return the modules beside the decoder if the last one is or has the head and is more than it."""
+    """Return the decoder's siblings if the last one is or has the head and is more than it."""
     decoder = decoder_of(model)
     beside = [(name, part) for name, part in model.named_children() if decoder not in part.modules()]
     if not beside or head not in beside[-1][1].modules() or (beside[-1][1] is head and len(beside) == 1):
@@ -265,7 +265,7 @@ def _try_head(model: PreTrainedModel, head: Any) -> FoundHead | str:
 
 
 def _ways(head: Any, hidden: Tensor, config: PreTrainedConfig) -> list[tuple[FoundHead, Tensor]]:
-    """Return logits by the config, or by the head alone: Aya Vision and Granite Speech ignore their text config."""
+    """Return logits by the config, or only by the head: Aya Vision and Granite Speech ignore their text config."""
     said, plain = FoundHead(scale=logit_scale(config), softcap=logit_softcap(config)), FoundHead()
     made = head(hidden)
     before = head(hidden * said.scale)  # the factor comes before the head (Inkling)

@@ -78,7 +78,7 @@ def _find_positions(model: Any, kind: Kind, media: Media, lengths: Tensor | None
 
 
 def _check_prefix(model: Any, kind: Kind, media: Media, lengths: Tensor | None) -> None:
-    """Raise UnsupportedError for blocks that are no regions of the model's mask."""
+    """Raise UnsupportedError for blocks that are not regions of the model's mask."""
     window = getattr(text_config(model.config), "sliding_window", None)
     for example, blocks in enumerate(blocks_of(kind, media, lengths) or ()):
         documents = 1 if lengths is None else int((lengths[example] > 0).sum())

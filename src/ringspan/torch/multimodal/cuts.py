@@ -92,7 +92,7 @@ class Cut:
 
 
 def _whose(before: int, counts: Sequence[int]) -> str:
-    """Name the example of an image after ``before`` tokens of other images; empty if there are no more."""
+    """Name the example of an image after ``before`` tokens of other images; empty if none follows."""
     example = sum(end <= before for end in accumulate(counts))
     return f" (example {example} of the batch)" if example < len(counts) else ""
 
@@ -266,7 +266,7 @@ class WindowsOfSound(Cut):
 
 @dataclass(frozen=True)
 class PartsOfSound(WindowsOfSound):
-    """Sound windows with a mask (W, steps) of real steps, which alone have embeddings."""
+    """Sound windows with a mask (W, steps) of real steps, the only ones with embeddings."""
 
     def check(self, inputs: Inputs) -> None:
         pixels, name = inputs[self.pixels], self.names[1]

@@ -64,7 +64,7 @@ def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
     (``report_out_of_step``).
 
     Raises:
-        PeerMismatch: on every rank alike, naming what differs and which rank was given what.
+        PeerMismatch: on every rank, naming what differs and each rank's value.
     """
     if not _talks(group):
         return
@@ -101,10 +101,10 @@ def compared_batch(group: dist.ProcessGroup) -> Iterator[None]:
 def compare_refused(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
     """Compare before this rank refuses a call, so that others do not wait for it.
 
-    Only where they notice, which is before anything has been agreed on, and where ranks share memory.
+    Only if they notice: before anything has been agreed on, and if ranks share memory.
 
     Raises:
-        PeerMismatch: on every rank alike, where the others were given other facts.
+        PeerMismatch: on every rank, if the others were given other facts.
     """
     if _talks(group) and ((here := _groups.setdefault(group, _Group())).queues or not here.known):
         here.facts = facts
@@ -142,7 +142,7 @@ def report_out_of_step(group: dist.ProcessGroup, problem: str) -> Never:
     """Compare all ranks' calls after a message is known to be lost.
 
     Raises:
-        PeerMismatch: on every rank alike, naming what differs, or what each rank has reported.
+        PeerMismatch: on every rank, naming what differs, or what each rank has reported.
     """
     _compare(group, _groups[group], problem)
     raise AssertionError("a reported problem always raises PeerMismatch")

@@ -87,11 +87,12 @@ def folder_of(
     variant: str | None = None,
     more: Sequence[str] = (),
 ) -> Path:
-    """Return the local folder that a name stands for: its own, or that of the Hub's cache, into which the files of an
-    id that will be opened are downloaded, and those that fit the patterns ``more``.
+    """Return the local folder of a name: itself, or the Hub's cache, after downloading what will be opened.
+
+    Files that match the patterns ``more`` are downloaded too.
 
     Raises:
-        OSError, ValueError: it is neither a folder nor to be had from the Hub.
+        OSError, ValueError: it is not a folder, and the Hub does not have it.
         ConfigError: an id whose weights are not in safetensors.
     """
     if Path(name).is_dir():

@@ -34,7 +34,7 @@ _REMEDIES: Final = {
 
 
 def read_toml(path: str | Path) -> dict[str, Any]:
-    """The values of a TOML file.
+    """Read the values of a TOML file.
 
     Raises:
         ConfigError: it cannot be read, or is not TOML.

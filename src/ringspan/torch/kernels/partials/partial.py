@@ -26,7 +26,7 @@ class Partial:
         self._rows = WrittenRows(out.shape[2])
 
     def merge(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Merge the partial of rows; out 0 and lse -inf where a row saw nothing."""
+        """Merge the partial of rows; out is 0 and lse -inf for a row that saw nothing."""
         mine, mine_lse = self._out[:, :, rows], self._lse[:, :, rows]
         missing = self._rows.touch(rows)
         # Rows that nothing has been written to take the partial as it is; where only some have been, the others become
@@ -55,7 +55,7 @@ class Partial:
         """Leave the result in ``out`` and ``lse``; a row that saw nothing has out 0 and lse -inf.
 
         ``sinks`` (H,) are logits that take their share of each row's softmax and add nothing to its output: with the
-        lse of the keys alone, ``lse' = logaddexp(lse, sink)`` and ``out' = exp(lse - lse') out``.
+        lse of the keys, ``lse' = logaddexp(lse, sink)`` and ``out' = exp(lse - lse') out``.
         """
         self.running(slice(0, self._out.shape[2]))
         if sinks is not None:
