@@ -40,14 +40,14 @@ def check_shapes(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> None:
         if len(shape) != 4:
             raise UnsupportedError(f"{name} must be (batch, heads, tokens, head_dim), got shape {tuple(shape)}")
         if 0 in shape:
-            raise UnsupportedError(f"{name} is empty: its shape is {tuple(shape)}")
+            raise UnsupportedError(f"{name} is empty: its shape is {tuple(shape)}; give it at least one entry")
     if k[:3] != v[:3] or k[0] != q[0] or k[3] != q[3]:
         raise UnsupportedError(
             f"shapes do not fit: q {tuple(q)}, k {tuple(k)}, v {tuple(v)}; batch must agree, "
             "q and k in head_dim, k and v in heads and tokens"
         )
     if q[1] % k[1]:
-        raise UnsupportedError(f"{k[1]} key/value heads do not divide {q[1]} query heads")
+        raise UnsupportedError(f"{k[1]} key/value heads do not divide {q[1]} query heads, but must")
 
 
 def check_scores(scale: float | None, softcap: float | None) -> None:
@@ -102,7 +102,7 @@ def find_layouts(
         raise LayoutError(f"the keys' layout is {key_layout.name}, that of the queries {layout.name}; make them alike")
     for what, one, held in (("queries", layout, tokens), ("keys", key_layout, key_tokens)):
         if one.ranks != ranks:
-            raise LayoutError(f"the layout of the {what} is for {one.ranks} ranks, the ring has {ranks}")
+            raise LayoutError(f"the layout of the {what} is for {one.ranks} ranks, the ring has {ranks}; use {ranks}")
         if one.tokens_per_rank != held:
             hint = "; zigzag needs an even number of local tokens" if one.name == "zigzag" and held % 2 else ""
             raise LayoutError(
@@ -134,7 +134,7 @@ def check_sharding(shape: Sequence[int], layout: Any, dim: Any) -> None:
     if isinstance(layout, CustomLayout):
         _check_whole(layout)
     if not -len(shape) <= integer(dim, "dim", LayoutError) < len(shape):
-        raise LayoutError(f"dimension {dim} is none of a tensor of shape {tuple(shape)}")
+        raise LayoutError(f"dimension {dim} is none of a tensor of shape {tuple(shape)}; give 0 to {len(shape) - 1}")
 
 
 def _check_whole(layout: CustomLayout) -> None:

@@ -53,9 +53,9 @@ def assigned(sizes: Mapping[str, int], given: Mapping[str, Names]) -> dict[str, 
     shown = ", ".join(sizes)
     for name in flat:
         if name not in sizes:
-            raise ConfigError(f"the mesh has no axis {name!r}; its axes are {shown}")
+            raise ConfigError(f"the mesh has no axis {name!r}; its axes are {shown}; use one")
         if flat.count(name) > 1:
-            raise ConfigError(f"the axis {name!r} is given twice; an axis has one role")
+            raise ConfigError(f"the axis {name!r} is given twice; give it one role")
     if left := [f"{name} ({size})" for name, size in sizes.items() if name not in flat and size > 1]:
         raise ConfigError(
             f"the mesh has the axes {shown}: {', '.join(left)} has no role; name it as {' or '.join(chosen)}, or leave "

@@ -40,7 +40,9 @@ def load_config(settings: GenerateSettings) -> PreTrainedConfig:
     except (OSError, ValueError, KeyError, TypeError, StrictDataclassError) as error:
         raise ConfigError(f"{settings.folder}: {one_line(error)}") from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ConfigError(f"{settings.folder}: {config.model_type} is no causal language model of transformers")
+        raise ConfigError(
+            f"{settings.folder}: {config.model_type} is no causal language model of transformers; use one"
+        )
     refuse_config(config)
     refuse_quantised(config)
     refuse_heads(config, settings.tp)

@@ -208,7 +208,7 @@ def sharded_ring_attention(
             f"mesh must be a jax.sharding.Mesh, got {described(mesh)}; make one with ringspan.jax.init_mesh"
         )
     if axis_name not in mesh.shape:
-        raise LayoutError(f"the mesh has no axis {axis_name!r}; its axes are {', '.join(mesh.axis_names)}")
+        raise LayoutError(f"the mesh has no axis {axis_name!r}; its axes are {', '.join(mesh.axis_names)}; use one")
     batch = tuple(axis for axis in batch_axes if axis in mesh.shape)
     heads = head_axis if head_axis in mesh.shape else None
     split = P(batch or None, heads, axis_name)

@@ -67,7 +67,7 @@ def check_parts(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
         RingspanError: what ``parallelize`` says.
     """
     if isinstance(model, (RingCausalLM, RingDecoder)):
-        raise UnsupportedError(f"{type(model).__name__.removeprefix('FSDP')} is on a ring already")
+        raise UnsupportedError(f"{type(model).__name__.removeprefix('FSDP')} is on a ring already; call this once")
     headless, found = is_headless(model), FoundHead()
     if is_classifier(model):
         refuse_classifier(model)

@@ -45,7 +45,7 @@ def plan_merged(model: Any, config: PreTrainedConfig, dtype: torch.dtype, *, is_
             tensor = deferred(_Merged(plain_name, tensor, layer, len(tensors)))
         tensors[plain_name] = tensor
     if missing := sorted(names.keys() - tensors.keys()):
-        raise CheckpointError(f"the model has no {missing[0]} to be merged")
+        raise CheckpointError(f"the model has no {missing[0]} to be merged; use the adapter's base model")
     return plan_files(plain, tensors, max_shard_size=MAX_SHARD_SIZE, dtype=dtype)
 
 

@@ -197,9 +197,11 @@ def load_processor(config: TrainConfig, model_config: PreTrainedConfig, kept: Pa
         raise ConfigError(f"model.tokenizer = {source!r}: has no processor: {one_line(error)}") from error
     tokenizer = getattr(processor, "tokenizer", processor)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise ConfigError(f"model.tokenizer = {source!r}: {type(processor).__name__} makes no tokens of text")
+        raise ConfigError(
+            f"model.tokenizer = {source!r}: {type(processor).__name__} makes no tokens of text; use another"
+        )
     if getattr(processor, "chat_template", None) is None:
-        raise ConfigError(f"model.tokenizer = {source!r}: has no chat template, by which data.messages become text")
+        raise ConfigError(f"model.tokenizer = {source!r}: has no chat template, which data.messages need")
     _refuse_foreign(tokenizer, text_config(model_config).vocab_size)
     return processor
 

@@ -28,7 +28,9 @@ def weights_in(
         ConfigError: there are none in safetensors, or the index, which ``read`` gives, cannot be read.
     """
     if named is not None and not (_is_inside(named) and named.endswith((".safetensors", ".safetensors.index.json"))):
-        raise ConfigError(f"transformers_weights = {named!r} in {MODEL_CONFIG} is no safetensors file of this folder")
+        raise ConfigError(
+            f"transformers_weights = {named!r} in {MODEL_CONFIG} is no safetensors file of this folder; use one"
+        )
     single, index = (_of_variant(name, variant) for name in (WEIGHTS, INDEX))
     opened = named if named is not None else next((name for name in (single, index) if name in names), None)
     if opened is None:
@@ -39,7 +41,7 @@ def weights_in(
     try:
         for name, file in json.loads(read(opened))["weight_map"].items():
             if not _is_inside(file):
-                raise ConfigError(f"{opened}: {name} is in {file!r}, which is no file of this folder")
+                raise ConfigError(f"{opened}: {name} is in {file!r}, which is no file of this folder; copy it there")
             found.setdefault(file, set()).add(name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{opened}: cannot be read: {one_line(error)}") from error

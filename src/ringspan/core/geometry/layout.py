@@ -100,7 +100,7 @@ class Layout:
         """
         rank = integer(rank, "rank", LayoutError)
         if not 0 <= rank < self.ranks:
-            raise LayoutError(f"rank {rank} is not in a layout of {self.ranks} ranks")
+            raise LayoutError(f"rank {rank} is not in a layout of {self.ranks} ranks; give 0 to {self.ranks - 1}")
         tokens = self.tokens_per_rank
         if self.name == "contiguous":
             return (Span(rank * tokens, tokens),)
@@ -288,7 +288,7 @@ class CustomLayout(Layout):
     def spans(self, rank: int) -> tuple[Span, ...]:
         rank = integer(rank, "rank", LayoutError)
         if not 0 <= rank < self.ranks:
-            raise LayoutError(f"rank {rank} is not in a layout of {self.ranks} ranks")
+            raise LayoutError(f"rank {rank} is not in a layout of {self.ranks} ranks; give 0 to {self.ranks - 1}")
         return self.parts[rank]
 
     def grouped(self, members: int) -> Layout:

@@ -209,7 +209,7 @@ class Mask:
 def _parse_region(text: str) -> Region:
     fields = text.split(",")
     if len(fields) != 6:
-        raise MaskError(f"a region is six numbers q0,q1,k0,k1,lo,hi; got {text!r}")
+        raise MaskError(f"a region must be six numbers q0,q1,k0,k1,lo,hi; got {text!r}")
     region = Region(*(int(field) if field else default for field, default in zip(fields, Region(), strict=True)))
     if max(map(abs, region)) > UNBOUNDED:
         raise MaskError(f"the numbers of a region are at most 2**60, got {text!r}")

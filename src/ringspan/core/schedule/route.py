@@ -57,17 +57,17 @@ class Route:
         if name == "ulysses":
             size = int(number or ranks)
             if ranks % size:
-                raise UnsupportedError(f"route {text!r}: groups of {size} do not divide {ranks} ranks")
+                raise UnsupportedError(f"route {text!r}: groups of {size} do not divide {ranks} ranks, but must")
             inner = Route.parse(between or "ring", ranks // size)
             if inner.ulysses > 1:
-                raise UnsupportedError(f"route {text!r}: ulysses stands once, at the beginning")
+                raise UnsupportedError(f"route {text!r}: ulysses stands once, at the beginning; use 'ulysses:U+ROUTE'")
             return Route(inner.name, inner.inner, size)
         if between or name not in ROUTE_NAMES or bool(number) != (name == "double-ring"):
             raise UnsupportedError(f"unknown route {text!r}; choose one of {ROUTE_FORMS}")
         if name != "double-ring":
             return Route(name)  # pyright: ignore[reportArgumentType]
         if ranks % int(number):
-            raise UnsupportedError(f"route {text!r}: inner rings of {number} do not divide {ranks} ranks")
+            raise UnsupportedError(f"route {text!r}: inner rings of {number} do not divide {ranks} ranks, but must")
         return Route("double-ring", int(number))
 
     @property

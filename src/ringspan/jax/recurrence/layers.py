@@ -321,7 +321,9 @@ def _ages(layout: Layout, starts: Starts) -> Array:
     if begins.ndim != 1 or not len(begins) or begins[0] != 0 or (np.diff(begins) <= 0).any():
         raise UnsupportedError(f"starts must be positions in increasing order, 0 the first, got {tuple(starts)}")
     if begins[-1] >= layout.length:
-        raise LayoutError(f"a document begins at {begins[-1]}, the layout has {layout.length} tokens")
+        raise LayoutError(
+            f"a document begins at {begins[-1]}, the layout has {layout.length} tokens, it must begin before"
+        )
     positions = layout.permutation
     ages = positions - begins[np.searchsorted(begins, positions, side="right") - 1]
     spans = len(spans_of(layout)) // layout.ranks

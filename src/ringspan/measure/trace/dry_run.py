@@ -157,7 +157,7 @@ def check_rank(config: PreTrainedConfig, setting: Setting, rank: int) -> None:
     """
     ranks = setting.devices
     if not 0 <= rank < ranks:
-        raise ConfigError(f"--rank {rank}: there are {ranks} ranks, 0 to {ranks - 1}")
+        raise ConfigError(f"--rank {rank}: there are {ranks} ranks, 0 to {ranks - 1}; use one")
     if dist.is_initialized():
         raise ConfigError("one rank of many needs a process of its own: this one is already in a process group")
     refuse_config(config)
@@ -212,7 +212,7 @@ def hugging_face_config(shape: ModelShape, length: int) -> PreTrainedConfig:
     """
     if shape.family == "gpt2" or not shape.is_plain:
         kind = shape.model_type
-        raise UnsupportedError(f"{shape.name}: --trace builds llama, mistral, qwen2 and qwen3 models, not {kind}")
+        raise UnsupportedError(f"{shape.name}: --trace needs a llama, mistral, qwen2 or qwen3 model, not {kind}")
     window = next((w for w in shape.layer_windows if w is not None), None)
     values: dict[str, Any] = {
         "vocab_size": shape.vocab,

@@ -196,7 +196,9 @@ def from_config(values: Mapping[str, Any], name: str, media: Media = NO_MEDIA, d
     layers, hidden, heads = number("num_hidden_layers"), number("hidden_size"), number("num_attention_heads")
     kv_heads = number("num_key_value_heads", heads)
     if heads % kv_heads:
-        raise UnsupportedError(f"{name}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}")
+        raise UnsupportedError(
+            f"{name}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}, but must"
+        )
     return ModelShape(
         name=name,
         layers=layers,

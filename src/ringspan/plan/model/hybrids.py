@@ -69,7 +69,9 @@ def decoder_values(model: Any, name: str) -> dict[str, Any]:
     layers = [*layers_of(decoder).values()]
     held = [id(parameter) for layer in layers for parameter in layer.parameters()]
     if len(set(held)) < len(held):
-        raise UnsupportedError(f"{name}: {kind} shares weights between layers, which the planner does not count")
+        raise UnsupportedError(
+            f"{name}: {kind} shares weights between layers, which the planner does not count: use rehearse"
+        )
     windows = [kind.window for kind in layer_kinds(config)]
     kinds = [
         _kind(layer, config, window, f"{name}: layer {number} of {kind}")
@@ -108,7 +110,7 @@ def _heads(config: PreTrainedConfig) -> tuple[int, int, int]:
 def _kind(layer: nn.Module, config: PreTrainedConfig, window: int | None, where: str) -> LayerKind:
     held = stateful_modules(layer)
     if len(held) > 1:
-        raise UnsupportedError(f"{where} has states in {', '.join(held)}; the planner counts one per layer")
+        raise UnsupportedError(f"{where} has states in {', '.join(held)}; the planner needs one per layer")
     attention = [(path, module) for path, module in layer.named_modules() if _attends(module, config)]
     mixers = [module for _, module in [*held.items(), *attention]]
     mixing = {id(p) for module in mixers for p in module.parameters()}
@@ -139,7 +141,7 @@ def _attends(module: nn.Module, config: PreTrainedConfig) -> bool:
     """Return whether a module is softmax attention over heads of one size; UnsupportedError for other kinds of keys."""
     if hasattr(module, "kv_b_proj"):
         raise UnsupportedError(
-            f"{config.model_type}: {type(module).__name__} has latent keys, which the planner does not count"
+            f"{config.model_type}: {type(module).__name__} has latent keys, not counted: use rehearse"
         )
     return all(hasattr(module, f"{name}_proj") for name in "qkv") and not functions_of(module)
 
@@ -169,7 +171,7 @@ def _scan(module: nn.Module, where: str) -> Scan | None:
         return _lightning(of.num_attention_heads, of.head_dim, of.block_size)
     if names == ("causal_conv1d_fn",):
         return None
-    raise UnsupportedError(f"{where} computes {', '.join(names)}, which the planner does not count")
+    raise UnsupportedError(f"{where} computes {', '.join(names)}, which the planner does not count: use rehearse")
 
 
 def _delta(heads: int, key: int, value: int) -> Scan:

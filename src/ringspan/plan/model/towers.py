@@ -104,11 +104,11 @@ def _refuse(model: Any, name: str) -> None:
     if kind.is_prefix:
         raise UnsupportedError(
             f"{name}: a {model.config.model_type} prompt sees itself both ways, and no option says how long it is; the "
-            "planner does not count it"
+            "planner does not count it; use 'ringspan rehearse'"
         )
     if any(layer.chunk for layer in layer_kinds(decoder_of(model).config)):
         raise UnsupportedError(
-            f"{name}: {model.config.model_type} has layers that attend in chunks, which the planner does not count"
+            f"{name}: {model.config.model_type} has layers that attend in chunks, which are not counted: use rehearse"
         )
 
 

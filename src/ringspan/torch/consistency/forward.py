@@ -235,4 +235,4 @@ def _check_skipped(token: int, input_ids: Tensor, is_real: Tensor) -> None:
 def check_entries(name: str, numbers: Tensor, vocabulary: int) -> None:
     """Raise an UnsupportedError for ids outside of the vocabulary."""
     if not bool(((numbers >= 0) & (numbers < vocabulary)).all()):
-        raise UnsupportedError(f"{name} has numbers outside of the vocabulary, 0 to {vocabulary - 1}")
+        raise UnsupportedError(f"{name} has numbers outside of the vocabulary, 0 to {vocabulary - 1}; pad with one")

@@ -142,7 +142,7 @@ def _flattened_lengths(batch: Mapping[str, Any], lengths: Tensor | None, *, has_
         return lengths
     rows, length = batch["input_ids"].shape
     if rows != 1:
-        raise UnsupportedError(f"{given[0]} is for a batch that was flattened into one row, input_ids has {rows}")
+        raise UnsupportedError(f"{given[0]} must be flattened into one row, input_ids has {rows}")
     said = {} if not has_positions else {"position_ids": [length] if lengths is None else lengths[0].tolist()}
     for name in given:
         if name.startswith("cu_seq_lens"):
@@ -160,7 +160,7 @@ def _flattened_lengths(batch: Mapping[str, Any], lengths: Tensor | None, *, has_
             said[name] = [size for size in each if size]  # lists of a fixed size repeat an end
         elif name == "seq_idx":
             if batch[name].shape != (1, length):
-                raise UnsupportedError(f"seq_idx has shape {tuple(batch[name].shape)}, input_ids (1, {length})")
+                raise UnsupportedError(f"seq_idx has shape {tuple(batch[name].shape)}, must have (1, {length})")
             said[name] = torch.unique_consecutive(batch[name], return_counts=True)[1].tolist()
     if not said:
         raise UnsupportedError(f"{given[0]} needs position_ids or cu_seq_lens_q beside it")
@@ -170,11 +170,13 @@ def _flattened_lengths(batch: Mapping[str, Any], lengths: Tensor | None, *, has_
             number = next(i for i, (one, other) in enumerate(zip(documents, others, strict=False)) if one != other)
             raise UnsupportedError(
                 f"{first} and {name} say different documents, {len(documents)} and {len(others)}: number {number} "
-                f"(from 0) has {documents[number]} and {others[number]} tokens"
+                f"(from 0) has {documents[number]} and {others[number]} tokens; leave one out"
             )
     for name in ("max_length_q", "max_length_k"):
         if name in batch and int(batch[name]) != max(documents):
-            raise UnsupportedError(f"{name}={int(batch[name])}, the longest document has {max(documents)} tokens")
+            raise UnsupportedError(
+                f"{name}={int(batch[name])}, the longest document has {max(documents)} tokens; set it to that"
+            )
     return torch.tensor([documents]) if len(documents) > 1 else None
 
 
@@ -206,7 +208,7 @@ def targets_of(batch: Mapping[str, Tensor], real: Tensor | None) -> Tensor | Non
 def _check_shape(batch: Mapping[str, Tensor], name: str) -> None:
     if batch[name].shape != batch["input_ids"].shape:
         raise UnsupportedError(
-            f"{name} has shape {tuple(batch[name].shape)}, input_ids {tuple(batch['input_ids'].shape)}"
+            f"{name} has shape {tuple(batch[name].shape)}, must have {tuple(batch['input_ids'].shape)}"
         )
 
 
@@ -241,7 +243,7 @@ def _document_lengths(positions: Tensor, tokens: Tensor) -> Tensor | None:
             "find them by the grids of images and videos"
         )
     if positions.shape[-1] != tokens.shape[1] or positions.shape[:-1] not in ((), (1,), tokens.shape[:1]):
-        raise UnsupportedError(f"position_ids has shape {tuple(positions.shape)}, input_ids {tuple(tokens.shape)}")
+        raise UnsupportedError(f"position_ids has shape {tuple(positions.shape)}, must have {tuple(tokens.shape)}")
     positions = positions.expand(tokens.shape)
     starts = positions == 0
     goes_on = positions[:, 1:] == positions[:, :-1] + 1

@@ -73,7 +73,7 @@ def media_of(batch: Mapping[str, Any]) -> Media | None:
     tokens, mask = batch["input_ids"], batch.get("attention_mask")
     for name in _TOKEN_TYPES:
         if name in inputs and inputs[name].shape != tokens.shape:
-            raise UnsupportedError(f"{name} has shape {tuple(inputs[name].shape)}, input_ids {tuple(tokens.shape)}")
+            raise UnsupportedError(f"{name} has shape {tuple(inputs[name].shape)}, must have {tuple(tokens.shape)}")
     if not inputs:
         return None
     return Media(tokens.cpu(), None if mask is None else marked_tokens(mask).cpu(), inputs)

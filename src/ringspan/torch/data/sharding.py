@@ -22,7 +22,7 @@ def shard(x: Tensor, layout: Layout, rank: int, dim: int, *, value: float = 0) -
     check_plain("x", x)
     check_sharding(x.shape, layout, dim)
     if x.shape[dim] != layout.length:
-        raise LayoutError(f"dimension {dim} has {x.shape[dim]} entries, the layout is for {layout.length} tokens")
+        raise LayoutError(f"dimension {dim} has {x.shape[dim]} entries, but must have the layout's {layout.length}")
     missing = layout.padded_length - layout.length
     if missing:
         shape = list(x.shape)
@@ -45,11 +45,11 @@ def unshard(x: Tensor, layout: Layout, group: dist.ProcessGroup | DeviceMesh | N
     group = find_group(group)
     if x.shape[dim] != layout.tokens_per_rank:
         raise LayoutError(
-            f"dimension {dim} has {x.shape[dim]} entries, the layout has {layout.tokens_per_rank} per rank"
+            f"dimension {dim} has {x.shape[dim]} entries, but must have the layout's {layout.tokens_per_rank} per rank"
         )
     ranks = dist.get_world_size(group) if group is not None else 1
     if layout.ranks not in (1, ranks):
-        raise LayoutError(f"the layout is for {layout.ranks} ranks, the group has {ranks}")
+        raise LayoutError(f"the layout is for {layout.ranks} ranks, the group has {ranks}; make it for {ranks}")
     if layout.ranks > 1:
         what = f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}, dimension {dim}"
         agree(group, {"unshard": what, "layout": f"{layout.fingerprint} of {layout.length} tokens"})

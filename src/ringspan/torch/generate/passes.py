@@ -152,9 +152,9 @@ def _check_pass(model: Any, asked: dict[str, Any]) -> None:
             "in a batch, or one at a time"
         )
     if positions is not None and positions.shape[-1] != ids.shape[1]:
-        raise UnsupportedError(f"position_ids are {positions.shape[-1]} for {ids.shape[1]} tokens")
+        raise UnsupportedError(f"position_ids are {positions.shape[-1]} for {ids.shape[1]} tokens; give one each")
     if cache is not None and (rows := cache.num_sequences) not in (None, len(ids)):
-        raise UnsupportedError(f"the cache holds {rows} sequences, input_ids {len(ids)}")
+        raise UnsupportedError(f"the cache holds {rows} sequences, input_ids {len(ids)}; give as many")
     last = length if positions is None else int(positions.max()) + 1
     if error := beyond_table(model, model.get_submodule(model.ring_decoder), last):
         raise error

@@ -39,7 +39,7 @@ def find_shared_blocks(model: nn.Module) -> list[SharedBlock]:
             if place is None:
                 raise UnsupportedError(
                     f"{type(model).__name__}: {path}.{name} is a weight of {other} too, and what is around it is not "
-                    "the same in both, which is not supported yet"
+                    "the same in both, which is not supported yet; give each layer its own"
                 )
             places[place] = layers[other].get_submodule(place)
         found += [SharedBlock(path, place, first) for place, first in places.items()]

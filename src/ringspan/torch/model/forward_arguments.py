@@ -193,4 +193,4 @@ def check_attention(module: nn.Module, arguments: Mapping[str, Any]) -> None:
             raise UnsupportedError(f"{kind} gives attention {name}, which the ring does not know; leave it out")
         if known is not _ANY and (isinstance(value, Tensor) or value not in known.values):
             shown = "" if isinstance(value, Tensor) else f"={value}"
-            raise UnsupportedError(f"{kind} asks for {name}{shown}, which the ring does not support yet")
+            raise UnsupportedError(f"{kind} asks for {name}{shown}, which the ring does not support yet; unset it")

@@ -56,7 +56,7 @@ def refuse_stateful(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
         if isinstance(module, nn.Conv1d) and path.rpartition(".")[0] not in held:
             raise UnsupportedError(
                 f"{name} mixes tokens outside of attention: {path} is a convolution that its module computes itself, "
-                f"not by {_CONVOLUTION}"
+                f"not by {_CONVOLUTION}; see docs/models.md"
             )
     types = getattr(decoder.config, "layer_types", None) or ()
     stateful = sum(kind in STATEFUL_LAYERS for kind in types)

@@ -133,17 +133,17 @@ def refuse_config(config: PreTrainedConfig) -> None:
     """Raise UnsupportedError for a config field that asks for more than causal attention."""
     kind = config.model_type
     if config.is_encoder_decoder:
-        raise UnsupportedError(f"{kind} is an encoder-decoder model; only decoder-only causal models are supported")
+        raise UnsupportedError(f"{kind} is an encoder-decoder model; use a decoder-only causal model")
     config = text_config(config)
     for heads, kv_heads in set(head_counts(config)):
         if heads % kv_heads:
             raise UnsupportedError(
-                f"{kind}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}"
+                f"{kind}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}; correct it"
             )
     known = {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp", *STATEFUL_LAYERS}
     others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
     if others:
-        raise UnsupportedError(f"{kind}: layer_types with {', '.join(others)} are not supported yet")
+        raise UnsupportedError(f"{kind}: layer_types with {', '.join(others)} are not supported; see docs/models.md")
     for field in _UNSUPPORTED_FIELDS:
         value = getattr(config, field, None)
         if value:
@@ -153,7 +153,7 @@ def refuse_config(config: PreTrainedConfig) -> None:
     asked = getattr(config, "use_bidirectional_attention", None)
     sees_later = asked not in (None, False, "vision") and kind != "paligemma"
     if not getattr(config, "is_causal", True) or sees_later:
-        raise UnsupportedError(f"{kind}: bidirectional attention is not supported yet")
+        raise UnsupportedError(f"{kind}: bidirectional attention is not supported yet; see docs/models.md")
 
 
 def refuse_route(config: PreTrainedConfig, ranks: int, route: str, comm_dtype: str, tp: int = 1) -> None:

@@ -286,7 +286,7 @@ def _failure(folder: Path, failure: ChildFailedError) -> RuntimeError:
     code = EXIT_STALLED if EXIT_STALLED in codes else EXIT_PEER_LOST
     for rank, one in sorted(failure.failures.items()):
         if one.exitcode < 0 and one.exitcode != -signal.SIGTERM:  # SIGTERM is how elastic ends the others
-            return RankLost(f"rank {rank} failed: killed by {signal.Signals(-one.exitcode).name}", code)
+            return RankLost(f"rank {rank} failed: killed by {signal.Signals(-one.exitcode).name}; see its output", code)
     attempts = sorted((path.name.split("-")[1] for path in folder.glob("failure-*.json")), key=int)
     if attempts:
         last = folder.glob(f"failure-{attempts[-1]}-*.json")

@@ -34,7 +34,7 @@ class _Stored:
         self.name, self.shape = name, tuple(self._slice.get_shape())
         kind = self._slice.get_dtype()
         if kind not in DTYPES:
-            raise ConfigError(f"{path}: {name} has the dtype {kind}, which is not supported")
+            raise ConfigError(f"{path}: {name} has the dtype {kind}, which is not supported; save it in another")
         self.dtype: torch.dtype = DTYPES[kind]
 
     def read(self, region: Region) -> Tensor:
@@ -71,9 +71,9 @@ class WeightFiles:
                 self.tensors[name] = deferred(stored)
                 facts.append((path.name, name, str(stored.dtype), stored.shape))
             if lacking := sorted(wanted - self.tensors.keys()):
-                raise ConfigError(f"{path}: has no {lacking[0]}, which the index says is there")
+                raise ConfigError(f"{path}: has no {lacking[0]}, which the index says is there; save it again")
         if not self.tensors:
-            raise ConfigError(f"{folder}: its weights are empty")
+            raise ConfigError(f"{folder}: its weights are empty; save them again")
         self.digest = hashlib.sha256(repr(sorted(facts)).encode()).hexdigest()[:16]
         """Of names, dtypes and shapes, by which ranks see that they read the same."""
 
@@ -123,6 +123,6 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, "pt").__enter__()
     except FileNotFoundError:
-        raise ConfigError(f"{path}: is missing, and the index or config.json names it") from None
+        raise ConfigError(f"{path}: is missing, and the index or config.json names it; copy it there") from None
     except (SafetensorError, OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read, cut or damaged: {one_line(error)}") from error

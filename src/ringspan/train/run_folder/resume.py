@@ -208,7 +208,9 @@ def restore(
     # What a checkpoint has and the model lacks would be lost without a word. (Each rank's own tensors are named so.)
     unknown = [name for name in manifest.tensors if name not in tensors and not name.startswith("rank ")]
     if unknown:
-        raise CheckpointError(f"{folder}: has {unknown[0]}, which this model lacks; is it of another model?")
+        raise CheckpointError(
+            f"{folder}: has {unknown[0]}, which this model lacks; is it of another model? use its own"
+        )
     same = manifest.num_ranks == dist.get_world_size()
     random = random_state(device)
     checkpoints.load(folder, manifest, tensors, random if same else None)

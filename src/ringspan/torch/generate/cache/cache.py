@@ -183,7 +183,7 @@ class RingCache(Cache):
         new = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
         first = max((layer.first for layer in self.keepers), default=0)
         if not 0 <= new <= length:
-            raise UnsupportedError(f"cannot crop a cache of {length} tokens to {new}")
+            raise UnsupportedError(f"cannot crop a cache of {length} tokens to {new}; give at most {length}")
         if new < length and any(layer.first > layer.first_seen_after(new) for layer in self.layers):
             raise UnsupportedError(
                 f"cannot crop to {new} tokens: windows have dropped what lies before {first}; call "

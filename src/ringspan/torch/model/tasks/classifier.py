@@ -47,7 +47,7 @@ def refuse_classifier(model: PreTrainedModel) -> None:
     """Raise UnsupportedError if the ring cannot run a classifier exactly."""
     name, decoder = type(model).__name__, decoder_of(model)
     if decoder not in model.children():
-        raise UnsupportedError(f"{name} has more than a decoder and its {_HEAD}, which a ring does not support yet")
+        raise UnsupportedError(f"{name} must have only a decoder and its {_HEAD} on a ring")
     refuse_unsupported_decoder(model, decoder)
     if getattr(decoder.config, "output_router_logits", False):
         raise UnsupportedError(f"{name}: output_router_logits=True has no loss to be added to; set it to False")
@@ -77,7 +77,7 @@ def _try_head(model: Any, decoder: Any) -> None:
             logits, expected = model(input_ids=ids).logits, head(hidden)
     except Exception as error:  # whatever a model raises that has other plans for its hidden states
         raise UnsupportedError(
-            f"{name} makes its logits of more than its decoder's last hidden states, which a ring does not support yet"
+            f"{name} makes its logits of more than its decoder's last hidden states; use transformers' own class"
         ) from error
     if pools(model):
         expected = expected[range(len(rows)), [2, 1, 2][: len(rows)]]
@@ -86,7 +86,7 @@ def _try_head(model: Any, decoder: Any) -> None:
         refuse_not_finite(named_in(model, head), masks=False)  # of what is no number, nothing is equal
         raise UnsupportedError(
             f"{name} has more between its decoder and its logits than its {_HEAD} and the last token, which a ring "
-            "does not support yet"
+            "does not support yet; see docs/models.md"
         )
 
 
@@ -109,7 +109,9 @@ class RingClassifier(RingCausalLM):
             )
         ids, padding = bound.arguments.get("input_ids"), self.config.get_text_config().pad_token_id
         if pools(self) and padding is None and isinstance(ids, Tensor) and len(ids) > 1:
-            raise UnsupportedError(f"{name} has no pad_token_id, which tells where each of {len(ids)} sequences ends")
+            raise UnsupportedError(
+                f"{name} has no pad_token_id, which tells where each of {len(ids)} sequences ends; set it"
+            )
         return bound
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
