@@ -124,8 +124,8 @@ QUESTIONS = [
     (
         "What was never measured?",
         "not-measured.md",
-        "What was measured was measured on CPUs, two cores at a time, and for fifteen minutes on [one GPU](gpu.md).",
-        "| NVLink, InfiniBand, several GPUs | not run",
+        "Everything was measured on two CPU cores, except for fifteen minutes on [one GPU](gpu.md).",
+        "| several GPUs, NVLink, InfiniBand | not run",
     ),
     (
         "What does `memory.checkpoint` in the training file take?",
