@@ -7,7 +7,8 @@ TESTS = Path(__file__).parent
 
 
 def test_every_test_that_is_named_exists():
-    pages = (TESTS / "README.md").read_text(), (TESTS.parent / "README.md").read_text()
+    promises = ("README.md", "docs/promises.md")
+    pages = (TESTS / "README.md").read_text(), "".join((TESTS.parent / page).read_text() for page in promises)
     named = re.findall(r"`([\w/]+\.py)(?:::(\w+))?`", pages[0])
     named += [(path.removeprefix("tests/"), "") for path in re.findall(r"`(tests/[\w/.]+)`", pages[1])]
     assert len(named) > 30
