@@ -31,11 +31,7 @@ def is_split(count: int, ranks: int) -> bool:
 
 
 def check_shapes(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> None:
-    """Refuse any shapes but q (B, H, T, D), k (B, G, T', D), v (B, G, T', E), with G dividing H.
-
-    Raises:
-        UnsupportedError: naming the shape.
-    """
+    """Raise UnsupportedError for shapes but q (B, H, T, D), k (B, G, T', D), v (B, G, T', E), G dividing H."""
     for name, shape in (("q", q), ("k", k), ("v", v)):
         if len(shape) != 4:
             raise UnsupportedError(f"{name} must be (batch, heads, tokens, head_dim), got shape {tuple(shape)}")
@@ -51,11 +47,7 @@ def check_shapes(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> None:
 
 
 def check_scores(scale: float | None, softcap: float | None) -> None:
-    """Refuse a scale or soft cap that is not a number or removes all scores.
-
-    Raises:
-        UnsupportedError: naming the value.
-    """
+    """Raise UnsupportedError for a scale or soft cap that is not a number or removes all scores."""
     if scale is not None:
         real(scale, "scale", UnsupportedError)
     if softcap is not None and not real(softcap, "softcap", UnsupportedError) > 0:
@@ -124,11 +116,7 @@ def _check_layouts(layout: Any, key_layout: Any) -> None:
 
 
 def check_sharding(shape: Sequence[int], layout: Any, dim: Any) -> None:
-    """Refuse a layout that is none or leaves out positions, and a dimension that a tensor of this shape does not have.
-
-    Raises:
-        LayoutError: naming the value.
-    """
+    """Raise LayoutError for anything but a layout of all positions, and a dimension that the shape has."""
     if not isinstance(layout, Layout):
         raise LayoutError(f"layout must be a Layout, got {described(layout)}; {_LAYOUT_HINT}")
     if isinstance(layout, CustomLayout):

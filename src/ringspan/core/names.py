@@ -56,27 +56,15 @@ def find_name(what: str, name: Any, names: tuple[_Name, ...], error: type[Ringsp
 
 
 def checkpoint_name(name: str) -> CheckpointName:
-    """Return ``name`` if it is the name of a checkpoint policy.
-
-    Raises:
-        ConfigError: an unknown policy.
-    """
+    """Return ``name`` if it is a checkpoint policy, else raise ConfigError."""
     return find_name("checkpoint policy", name, CHECKPOINT_NAMES, ConfigError)
 
 
 def offload_name(name: str) -> OffloadName:
-    """Return ``name`` if it names what to offload.
-
-    Raises:
-        ConfigError: an unknown name.
-    """
+    """Return ``name`` if it names what to offload, else raise ConfigError."""
     return find_name("offload", name, OFFLOAD_NAMES, ConfigError)
 
 
 def kernel_name(name: str) -> KernelName:
-    """Return ``name`` if it is a kernel of the PyTorch back end, or ``auto``.
-
-    Raises:
-        UnsupportedError: an unknown kernel.
-    """
+    """Return ``name`` if it is a kernel of the PyTorch back end or ``auto``, else raise UnsupportedError."""
     return find_name("kernel", name, KERNEL_NAMES, UnsupportedError)

@@ -19,11 +19,7 @@ from ringspan.core.names import LAYOUT_NAMES, LayoutName, find_name
 
 
 def layout_name(name: str) -> LayoutName:
-    """Return ``name`` if it is the name of a layout.
-
-    Raises:
-        LayoutError: an unknown layout.
-    """
+    """Return ``name`` if it is the name of a layout, else raise LayoutError."""
     if not is_a(name, str):
         raise LayoutError(f"a layout's name must be one of {', '.join(LAYOUT_NAMES)}, got {described(name)}")
     return find_name("layout", name, LAYOUT_NAMES, LayoutError)

@@ -173,11 +173,7 @@ class Mask:
                 )
 
     def check_disjoint(self) -> None:
-        """Refuse overlapping regions, which allow a pair twice.
-
-        Raises:
-            MaskError: naming them.
-        """
+        """Raise MaskError for overlapping regions, which allow a pair twice."""
         if self.overlap:
             one, other = (Mask((region,)).spec for region in self.overlap)
             raise MaskError(f"two regions of the mask overlap: {one} and {other}; combine masks with | instead")

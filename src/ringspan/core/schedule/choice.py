@@ -117,11 +117,7 @@ def head_groups(
 
 
 def check_segments(checkpoint: str, layers_per_checkpoint: int) -> None:
-    """Refuse segments of no layers, and of layers that are not checkpointed.
-
-    Raises:
-        ConfigError: naming the value.
-    """
+    """Raise ConfigError for segments of no layers, and of layers that are not checkpointed."""
     check_whole("layers_per_checkpoint", layers_per_checkpoint)
     if layers_per_checkpoint > 1 and checkpoint == "none":
         raise ConfigError(

@@ -81,11 +81,7 @@ class Route:
         return replace(self, name="ring") if self.passes_queries else self
 
     def check_comm_dtype(self, comm_dtype: str) -> None:
-        """Refuse a code for keys and values where these do not travel.
-
-        Raises:
-            UnsupportedError: naming the communication dtype.
-        """
+        """Raise UnsupportedError for coded keys and values on a route that does not send them."""
         if self.passes_queries and comm_dtype != "exact":
             raise UnsupportedError(
                 f"comm_dtype {comm_dtype!r} is for keys and values, which stay where they are on the route pass-q; "

@@ -143,11 +143,7 @@ def is_interpreted() -> bool:
 
 
 def check_chunks(program: Program) -> None:
-    """Refuse chunks that overlap or, unless interpreted, do not fill registers.
-
-    Raises:
-        UnsupportedError: naming the chunk.
-    """
+    """Raise UnsupportedError for chunks that overlap or, unless interpreted, do not fill registers."""
     queries, keys = program.query_size, program.key_size
     if not program.is_even:
         raise UnsupportedError(

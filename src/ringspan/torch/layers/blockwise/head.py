@@ -42,11 +42,7 @@ def is_its_weight(head: nn.Module) -> bool:
 
 
 def input_size(head: nn.Module) -> int:
-    """Return C of a head, or of its inner linear layer.
-
-    Raises:
-        UnsupportedError: the head has neither.
-    """
+    """Return C of a head, or of its inner linear layer; raise UnsupportedError without either."""
     linear = next((part for part in head.modules() if isinstance(part, nn.Linear)), None)
     if linear is None:
         raise UnsupportedError(f"the head ({type(head).__name__}) has no linear layer; use one that has")
