@@ -33,8 +33,15 @@ $(STAMP): pyproject.toml constraints.txt
 	$(call step,"installing ringspan and what it needs$(COMMA) another few",$(BIN)/python -m pip install -e '.[dev]' -c constraints.txt)
 	@touch $@
 
+# A step whose own lines are shown: what it does at once, its seconds at the end.
+define shown
+	@printf '%s  %s\n' "$$(date +%H:%M:%S)" $(1); started=$$(date +%s); $(2); status=$$?; \
+	printf '%s  %s in %s s\n' "$$(date +%H:%M:%S)" "$$([ $$status = 0 ] && echo done || echo failed)" $$(($$(date +%s) - started)); \
+	exit $$status
+endef
+
 demo: $(STAMP) ## show exact ring attention at work on this machine
-	$(BIN)/ringspan demo $(ARGS)
+	$(call shown,"demo: the same model on one process and on a ring of two",$(BIN)/ringspan demo $(ARGS))
 
 # Three steps (tests/tiers.py): what one process computes; what needs ranks or models, of which one worker has all that
 # needs the pool; what fails when others take its time, alone. With a process for each core, threads of PyTorch would only
@@ -45,12 +52,9 @@ test: $(STAMP) ## run the tests in three steps (ARGS="-k ring -x" goes to one py
 ifdef ARGS
 	$(BIN)/pytest $(ARGS)
 else
-	@echo "make test, step 1 of 3: what one process computes (one to two minutes on two cores)"
-	OMP_NUM_THREADS=1 $(BIN)/pytest --tier a $(PLAIN) $(WORKERS)
-	@echo "make test, step 2 of 3: what needs ranks or models (about ten minutes)"
-	OMP_NUM_THREADS=1 $(BIN)/pytest --tier b $(PLAIN) $(WORKERS)
-	@echo "make test, step 3 of 3: what must run alone (a minute)"
-	$(BIN)/pytest -m "alone and not long" $$(grep -rl "mark\.alone" tests --include="test_*.py")
+	$(call shown,"step 1 of 3: what one process computes (one to two minutes on two cores)",OMP_NUM_THREADS=1 $(BIN)/pytest --tier a $(PLAIN) $(WORKERS))
+	$(call shown,"step 2 of 3: what needs ranks or models (about ten minutes)",OMP_NUM_THREADS=1 $(BIN)/pytest --tier b $(PLAIN) $(WORKERS))
+	$(call shown,"step 3 of 3: what must run alone (a minute)",$(BIN)/pytest -m "alone and not long" $$(grep -rl "mark\.alone" tests --include="test_*.py"))
 endif
 
 everything: $(STAMP) ## run what the tests leave out, one target after the other, and write what each saw to build/everything.md (hours)

@@ -1,9 +1,11 @@
-"""Messages between ranks are named in the terms of the field; the metaphors of earlier versions do not come back."""
+"""Words of the source: terms of the field, docstrings without habits of translation, errors with a remedy."""
 
+import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
+from ringspan.core import errors
 
 SOURCE = Path(__file__).parents[1] / "src"
 # As words and as parts of identifiers: `_MAILBOX`, `next_parcel`, `OldMailbox` (taken apart before the search).
@@ -19,6 +21,72 @@ ALLOWED = {
     "ringspan/measure/trace/profile.py": ("``passages``", "passages: list[dict", "self.passages", "passages=["),
     "ringspan/report/profile_page.py": ("profile.passages",),
 }
+
+# Habits of docstrings: a pattern, its count in src and what to write. A count may fall, and never rise again.
+HABITS = {
+    r"\A(What|Whether|Which|Who|How|Where|Why|Of|As|By|For|Those|That|While|Until)\b": (0, "a verb or a noun first"),
+    r"\b[Nn]one where\b(?!\()": (0, "None if"),
+    r"\b(of|in|by|from|to|for|with|on|beside|behind) (which|whom|whose)\b": (36, "two sentences"),
+    r"\b[Nn]one (when|for|of|is)\b": (26, "None if, or no X"),
+    r"\bwhere (there|it|they|that|the|a|one|no|nothing)\b": (21, "if, when"),
+    r"\b(that|those) of\b": (29, "the noun again"),
+    r"\b(is|are|was) no (?!longer)[a-z]": (8, "is not a"),
+    r"(?<!``)\bbehind\b": (2, "after"),
+    r"\b[Bb]eside\b": (20, "next to, in addition to, except"),
+    r"\balike\b(?!:)": (4, "equally, the same"),
+    r"\banew\b": (5, "again"),
+    r"\b\w+ alone\b": (18, "only"),
+    r"\b(nobody|somebody|anybody|whoever|whom)\b": (2, "no rank, another process"),
+    r"\b(so|as) many\b": (21, "N, the number"),
+    r"\bma(k|d)es? of\b": (6, "the result of"),
+    r"\bgo(es)? on\b": (3, "continue"),
+}
+LONG_NAMES = 229  # tests whose names have more than 60 characters
+OURS = {name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, Exception)}
+# An error says what to do in an imperative or by what must hold, or passes on a remedy or another error's text.
+REMEDY = re.compile(
+    r"(?<![\w-])(add|append|build|call|change|choose|close|compute|convert|copy|correct|create|cut|delete|detach|download|"
+    r"drop|free|freeze|generate|give|install|keep|launch|leave|list|load|lower|make|merge|move|name|pad|pass|plan|prepare|"
+    r"put|quantise|raise|read|remove|repair|replace|restore|restart|resume|run|save|scale|see|set|shard|show|shut|split|"
+    r"start|stop|take|train|try|turn|unset|use|wait|write)(?![\w-])|must|expected|need(s|ed)?\b|should|at (least|most)"
+    r"|instead|\{\w*(?i:advice|answer|callbacks|error|explain|first|forms|hint|hooked|known|line|_other|problem|reason"
+    r"|refus|remed|why|wrong)"
+)
+
+
+def nodes(folder: Path) -> Iterator[ast.AST]:
+    return (node for file in folder.rglob("*.py") for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
+
+
+def test_habits_of_translation_only_become_fewer():
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    docstrings = [
+        " ".join((ast.get_docstring(node) or "").split()) for node in nodes(SOURCE) if isinstance(node, kinds)
+    ]
+    for pattern, (ceiling, remedy) in HABITS.items():
+        count = sum(len(re.findall(pattern, docstring)) for docstring in docstrings)
+        assert ceiling - 3 <= count <= ceiling, (
+            f"{pattern!r}: {count} of {ceiling}; write {remedy}, or lower the ceiling"
+        )
+
+
+def test_names_of_tests_only_become_shorter():
+    names = [node.name for node in nodes(Path(__file__).parent) if isinstance(node, ast.FunctionDef)]
+    count = sum(name.startswith("test_") and len(name) > 60 for name in names)
+    assert LONG_NAMES - 3 <= count <= LONG_NAMES, f"{count}: shorten new names, or lower LONG_NAMES"
+
+
+def said(message: ast.AST) -> str:
+    """The text of a message, and the names in it after a brace."""
+    found = [(getattr(node, "value", ""), getattr(node, "id", getattr(node, "attr", ""))) for node in ast.walk(message)]
+    return " ".join(f"{{{name}" if name else str(text) for text, name in found if name or isinstance(text, str))
+
+
+def test_every_error_of_ours_says_what_to_do():
+    calls = [node for node in nodes(SOURCE) if isinstance(node, ast.Call) and node.args]
+    messages = [said(node.args[0]) for node in calls if getattr(node.func, "id", "") in OURS]
+    assert len(messages) > 700 and [message for message in messages if not REMEDY.search(message)] == []
+    assert [bool(REMEDY.search(said(ast.parse(text)))) for text in ('f"{x} is odd"', 'f"{x}; use 2"')] == [False, True]
 
 
 def dropped_words(text: str) -> list[str]:
@@ -38,19 +106,7 @@ def test_metaphors_for_messages_do_not_occur():
     assert not found
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("self._mailboxes", ["mailboxes"]),
-        ("_LETTERS: Final = 255", ["letters"]),
-        ("class NextParcel(NamedTuple):", ["parcel"]),
-        ("the how manieth message", ["manieth"]),
-        ("mail.expect(sender)", ["mail"]),
-        ("a passage, a journey of freight", ["passage", "journey", "freight"]),
-        ("gradient_wire", ["wire"]),
-        ("class SharedMailBox:", ["mail box"]),
-        ("newsletter, passenger, e-mailed", []),
-    ],
-)
-def test_words_are_found_in_prose_and_in_identifiers(text, words):
-    assert dropped_words(text) == words
+def test_words_are_found_in_prose_and_in_identifiers():
+    text = "self._mailboxes _LETTERS: class NextParcel(mail.x) manieth journey of freight gradient_wire SharedMailBox"
+    found = ["mailboxes", "letters", "parcel", "mail", "manieth", "journey", "freight", "wire", "mail box"]
+    assert dropped_words(text) == found and dropped_words("newsletter, passenger, e-mailed") == []

@@ -80,7 +80,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """For ``dir`` and completion: what is loaded, and what will be when it is first used."""
+    """List the names for ``dir`` and completion: the loaded ones, and those that load on first use."""
     return sorted({*globals(), *__all__})
 
 

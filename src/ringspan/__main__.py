@@ -4,7 +4,7 @@ import sys
 
 
 def main() -> None:
-    """The command line; an interrupt while it is imported ends like one afterwards."""
+    """Run the command line; an interrupt during its import ends like a later one."""
     try:
         from ringspan.cli.main import main as run
     except KeyboardInterrupt:

@@ -92,7 +92,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Read and check the manifest of a checkpoint."""
     path = folder / MANIFEST
     try:
-        return Manifest.model_validate(read_signed(path, "the checkpoint was not finished"))
+        return Manifest.model_validate(read_signed(path, "the checkpoint was not finished: use another"))
     except ValidationError as error:
         problem = error.errors()[0]
         place = ".".join(str(part) for part in problem["loc"])

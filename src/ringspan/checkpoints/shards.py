@@ -95,7 +95,7 @@ def read_tensors(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor 
         for name, tensor in tensors.items():
             entry = manifest.tensors.get(name)
             if entry is None:
-                raise CheckpointError(f"{folder}: has no {name}; is it of another model?")
+                raise CheckpointError(f"{folder}: has no {name}; is it of another model? use its own")
             wanted = dtype_name(tensor), tuple(tensor.shape)
             if (entry.dtype, entry.shape) != wanted:
                 raise CheckpointError(

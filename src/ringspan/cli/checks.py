@@ -67,7 +67,7 @@ def check_picture(picture: Path, *endings: str) -> None:
         shown = f"{', '.join(others)} or {last}" if others else last
         raise ConfigError(f"--picture {picture}: end the name in {shown}")
     if not picture.parent.is_dir():
-        raise ConfigError(f"--picture {picture}: there is no folder {picture.parent}")
+        raise ConfigError(f"--picture {picture}: there is no folder {picture.parent}; create it")
     if picture.is_dir():
         raise ConfigError(f"--picture {picture}: is a folder; give the name of a file in it")
     check_folder("--picture", picture.parent)

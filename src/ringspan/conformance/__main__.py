@@ -1,4 +1,4 @@
-"""``python -m ringspan.conformance``: ask every question of somebody's attention, and say what the answers mean."""
+"""``python -m ringspan.conformance``: run every case against a given attention, and explain the results."""
 
 import json
 import sys
@@ -92,7 +92,7 @@ def _rows(team: Ranks, has_loss: bool) -> Iterator[dict[str, Any]]:
 
 
 def judged(case: Case, ranks: int, found: list[Any]) -> dict[str, Any]:
-    """A row of the report from what the ranks found."""
+    """Build a row of the report from the ranks' results."""
     if all(map(is_unsupported, found)):
         return _row(case, ranks, "not supported", found[0].partition(": ")[2])
     said = [each for each in found if isinstance(each, str)]

@@ -139,7 +139,7 @@ def _called(setting: Setting, problem: Problem, inputs: list[Tensor], expected: 
 
 
 def strided(setting: Setting, problem: Problem) -> Parts:
-    """Inputs as a model has them: heads and tokens transposed, not contiguous."""
+    """Check inputs as models have them: heads and tokens transposed, not contiguous."""
     inputs, expected = exact(problem)
     q, k, v, dout = shards(setting, problem, inputs, torch.float32)
     leaves = [each.transpose(1, 2).contiguous().requires_grad_() for each in (q, k, v)]
@@ -149,7 +149,7 @@ def strided(setting: Setting, problem: Problem) -> Parts:
 
 
 def stale(setting: Setting, problem: Problem) -> Parts:
-    """The second call without gradients has other keys in the same memory, and so has the call with gradients."""
+    """Call again without gradients on other keys in the same memory, then with gradients."""
     first, _ = exact(problem)
     second, expected = exact(replace(problem, seed=problem.seed + 1))
     inputs = shards(setting, problem, first, torch.float32)
@@ -197,7 +197,7 @@ def leak(setting: Setting, problem: Problem) -> Parts:
 
 
 def bfloat16(setting: Setting, problem: Problem) -> Parts:
-    """Errors in bfloat16 over those of PyTorch's attention in one process."""
+    """Errors in bfloat16, divided by the errors of PyTorch's attention in one process."""
     parts = forward_backward(setting, problem, torch.bfloat16)
     inputs, expected = exact(problem)
     q, k, v, dout = (torch.from_numpy(each).to(setting.device, torch.bfloat16) for each in inputs)
@@ -212,7 +212,7 @@ def bfloat16(setting: Setting, problem: Problem) -> Parts:
 
 
 def losses(setting: Setting, problem: Problem) -> Parts:
-    """The loss of ranks with different numbers of targets, one of them with none: that of the batch, on every rank."""
+    """Check that ranks with different numbers of targets, one with none, all compute the batch's loss."""
     assert setting.loss
     rank, ranks = dist.get_rank(setting.group), dist.get_world_size(setting.group)
     generator = torch.Generator().manual_seed(problem.seed)

@@ -1,4 +1,4 @@
-"""Ranks that run cases, and are started anew after one that fails or hangs: what it left behind is nobody else's."""
+"""Processes that run the cases, restarted after a failure or hang so that no state leaks into the next case."""
 
 import math
 import multiprocessing
@@ -31,7 +31,7 @@ class Ranks:
         self._pipes: list[Connection] = []
 
     def run(self, case: int) -> list[Any]:
-        """Return what each rank found: parts of an error, text of what was raised, or None if it did not answer."""
+        """Return each rank's result: parts of an error, the text of an exception, or None if it did not answer."""
         if not self._processes:
             self._start()
             # Imports may take longer than any case; communication begins when all ranks have theirs behind them.

@@ -1,4 +1,4 @@
-"""What every back end's attention asks of its arguments before anything moves."""
+"""Checks of attention's arguments, common to all back ends, before any communication."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -26,36 +26,28 @@ _LAYOUT_HINT: Final = 'pass rs.Layout("zigzag", length=S, ranks=N)'
 
 
 def is_split(count: int, ranks: int) -> bool:
-    """Whether ``count`` new tokens over a cache are split over the ranks of a ring, or computed by each."""
+    """Return True if ``count`` new tokens over a cache are split over a ring, False if each rank computes all."""
     return ranks > 1 and count >= max(SPLIT_FROM_TOKENS, 2 * ranks)
 
 
 def check_shapes(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> None:
-    """Refuse shapes that are no attention: q (B, H, T, D), k (B, G, T', D), v (B, G, T', E), G dividing H.
-
-    Raises:
-        UnsupportedError: naming the shape.
-    """
+    """Raise UnsupportedError for shapes but q (B, H, T, D), k (B, G, T', D), v (B, G, T', E), G dividing H."""
     for name, shape in (("q", q), ("k", k), ("v", v)):
         if len(shape) != 4:
             raise UnsupportedError(f"{name} must be (batch, heads, tokens, head_dim), got shape {tuple(shape)}")
         if 0 in shape:
-            raise UnsupportedError(f"{name} is empty: its shape is {tuple(shape)}")
+            raise UnsupportedError(f"{name} is empty: its shape is {tuple(shape)}; give it at least one entry")
     if k[:3] != v[:3] or k[0] != q[0] or k[3] != q[3]:
         raise UnsupportedError(
             f"shapes do not fit: q {tuple(q)}, k {tuple(k)}, v {tuple(v)}; batch must agree, "
             "q and k in head_dim, k and v in heads and tokens"
         )
     if q[1] % k[1]:
-        raise UnsupportedError(f"{k[1]} key/value heads do not divide {q[1]} query heads")
+        raise UnsupportedError(f"{k[1]} key/value heads do not divide {q[1]} query heads, but must")
 
 
 def check_scores(scale: float | None, softcap: float | None) -> None:
-    """Refuse a scale or a soft cap that is no number or leaves no scores.
-
-    Raises:
-        UnsupportedError: naming the value.
-    """
+    """Raise UnsupportedError for a scale or soft cap that is not a number or removes all scores."""
     if scale is not None:
         real(scale, "scale", UnsupportedError)
     if softcap is not None and not real(softcap, "softcap", UnsupportedError) > 0:
@@ -63,7 +55,7 @@ def check_scores(scale: float | None, softcap: float | None) -> None:
 
 
 def find_mask(mask: Mask | str | None) -> Mask:
-    """The mask that a caller gave: causal when None, text read by ``Mask.parse``.
+    """Return the caller's mask: causal if None, text read by ``Mask.parse``.
 
     Raises:
         MaskError: no mask, text that cannot be read, or regions that overlap.
@@ -84,7 +76,7 @@ def find_mask(mask: Mask | str | None) -> Mask:
 def find_layouts(
     layout: LayoutName | Layout, key_layout: Layout | None, ranks: int, tokens: int, key_tokens: int, remedy: str
 ) -> tuple[Layout, Layout]:
-    """Where queries and keys live, from what the caller said and the local tokens of each.
+    """Return the layouts of queries and keys, from the caller's arguments and local tokens.
 
     A name means sequences of ``ranks`` times the local tokens. ``remedy`` is what pads a tensor that does not fit.
 
@@ -102,7 +94,7 @@ def find_layouts(
         raise LayoutError(f"the keys' layout is {key_layout.name}, that of the queries {layout.name}; make them alike")
     for what, one, held in (("queries", layout, tokens), ("keys", key_layout, key_tokens)):
         if one.ranks != ranks:
-            raise LayoutError(f"the layout of the {what} is for {one.ranks} ranks, the ring has {ranks}")
+            raise LayoutError(f"the layout of the {what} is for {one.ranks} ranks, the ring has {ranks}; use {ranks}")
         if one.tokens_per_rank != held:
             hint = "; zigzag needs an even number of local tokens" if one.name == "zigzag" and held % 2 else ""
             raise LayoutError(
@@ -113,7 +105,7 @@ def find_layouts(
 
 
 def _check_layouts(layout: Any, key_layout: Any) -> None:
-    """Refuse what is no layout."""
+    """Refuse anything but a layout."""
     if not isinstance(layout, (str, Layout)):
         raise LayoutError(f"layout must be a name or a Layout, got {described(layout)}; {_LAYOUT_HINT}")
     if key_layout is not None and not isinstance(key_layout, Layout):
@@ -124,21 +116,17 @@ def _check_layouts(layout: Any, key_layout: Any) -> None:
 
 
 def check_sharding(shape: Sequence[int], layout: Any, dim: Any) -> None:
-    """Refuse a layout that is none or leaves out positions, and a dimension that a tensor of this shape does not have.
-
-    Raises:
-        LayoutError: naming the value.
-    """
+    """Raise LayoutError for anything but a layout of all positions, and a dimension that the shape has."""
     if not isinstance(layout, Layout):
         raise LayoutError(f"layout must be a Layout, got {described(layout)}; {_LAYOUT_HINT}")
     if isinstance(layout, CustomLayout):
         _check_whole(layout)
     if not -len(shape) <= integer(dim, "dim", LayoutError) < len(shape):
-        raise LayoutError(f"dimension {dim} is none of a tensor of shape {tuple(shape)}")
+        raise LayoutError(f"dimension {dim} is none of a tensor of shape {tuple(shape)}; give 0 to {len(shape) - 1}")
 
 
 def _check_whole(layout: CustomLayout) -> None:
-    """Refuse a layout whose positions are not those of a sequence and of the padding at its end."""
+    """Refuse a layout that does not hold a sequence's positions and its end's padding."""
     end = max([layout.length, *(span.start + span.count for held in layout.parts for span in held)])
     if layout.padded_length != end:
         raise LayoutError(

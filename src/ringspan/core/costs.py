@@ -67,7 +67,7 @@ def saved_bytes(
 
 
 class LossBytes(NamedTuple):
-    """Bytes of the blockwise loss beside its arguments and the gradient of ``hidden``."""
+    """Bytes that the blockwise loss allocates, except its arguments and the gradient of ``hidden``."""
 
     sums: int
     """Gradients of weight and bias, as long as the loss is there."""

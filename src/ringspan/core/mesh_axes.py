@@ -18,7 +18,7 @@ Names = str | Sequence[str] | None
 
 
 def recognised(sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
-    """The axes of each role of ``WELL_KNOWN``, in the order of the mesh; those of one rank are only taken if need be.
+    """Return the axes of each role of ``WELL_KNOWN``, in mesh order; axes of one rank only if needed.
 
     Raises:
         ConfigError: an axis of two or more ranks whose name says nothing, or two axes over which a sequence is split.
@@ -40,10 +40,10 @@ def recognised(sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
 
 
 def assigned(sizes: Mapping[str, int], given: Mapping[str, Names]) -> dict[str, tuple[str, ...]]:
-    """The axes of each role as somebody says them: a name or several, none for None.
+    """Return the axes of each role as the caller names them: a name or several, empty for None.
 
     Raises:
-        ConfigError: a name that is no axis or is given twice, or an axis of two or more ranks without a role.
+        ConfigError: a name that is not an axis or is given twice, or an axis of two or more ranks without a role.
     """
     chosen = {
         role: () if names is None else (names,) if isinstance(names, str) else tuple(names)
@@ -53,9 +53,9 @@ def assigned(sizes: Mapping[str, int], given: Mapping[str, Names]) -> dict[str, 
     shown = ", ".join(sizes)
     for name in flat:
         if name not in sizes:
-            raise ConfigError(f"the mesh has no axis {name!r}; its axes are {shown}")
+            raise ConfigError(f"the mesh has no axis {name!r}; its axes are {shown}; use one")
         if flat.count(name) > 1:
-            raise ConfigError(f"the axis {name!r} is given twice; an axis has one role")
+            raise ConfigError(f"the axis {name!r} is given twice; give it one role")
     if left := [f"{name} ({size})" for name, size in sizes.items() if name not in flat and size > 1]:
         raise ConfigError(
             f"the mesh has the axes {shown}: {', '.join(left)} has no role; name it as {' or '.join(chosen)}, or leave "

@@ -44,10 +44,10 @@ _Name = TypeVar("_Name", bound=str)
 
 
 def find_name(what: str, name: Any, names: tuple[_Name, ...], error: type[RingspanError]) -> _Name:
-    """``name``, which is one of ``names``.
+    """Return ``name`` if it is one of ``names``.
 
     Raises:
-        RingspanError: of the given type, where it is none of them; the message says which there are.
+        RingspanError: of the given type, if it is not; the message lists them.
     """
     for known in names:
         if isinstance(name, str) and name == known:
@@ -56,27 +56,15 @@ def find_name(what: str, name: Any, names: tuple[_Name, ...], error: type[Ringsp
 
 
 def checkpoint_name(name: str) -> CheckpointName:
-    """``name`` as the name of a checkpoint policy.
-
-    Raises:
-        ConfigError: there is no such policy.
-    """
+    """Return ``name`` if it is a checkpoint policy, else raise ConfigError."""
     return find_name("checkpoint policy", name, CHECKPOINT_NAMES, ConfigError)
 
 
 def offload_name(name: str) -> OffloadName:
-    """``name`` as the name of what is offloaded.
-
-    Raises:
-        ConfigError: there is no such name.
-    """
+    """Return ``name`` if it names what to offload, else raise ConfigError."""
     return find_name("offload", name, OFFLOAD_NAMES, ConfigError)
 
 
 def kernel_name(name: str) -> KernelName:
-    """``name`` as the name of a kernel of the PyTorch back end, or ``auto``.
-
-    Raises:
-        UnsupportedError: there is no such kernel.
-    """
+    """Return ``name`` if it is a kernel of the PyTorch back end or ``auto``, else raise UnsupportedError."""
     return find_name("kernel", name, KERNEL_NAMES, UnsupportedError)

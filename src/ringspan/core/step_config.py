@@ -1,4 +1,4 @@
-"""How a training step runs on a mesh: the options of ``parallelize``, once."""
+"""Options of a training step on a mesh, shared by all callers of ``parallelize``."""
 
 from dataclasses import dataclass
 
@@ -33,11 +33,7 @@ class StepConfig:
 
 
 def check_beside_compile(config: StepConfig) -> None:
-    """Refuse options whose work programs of whole layers would hide.
-
-    Raises:
-        ConfigError: naming the option.
-    """
+    """Raise ConfigError for options that compiled layers would hide."""
     if config.compile is False:
         return
     for name, why, values in (

@@ -59,7 +59,7 @@ class EvalSettings:
             raise ConfigError(f"--distractors {self.distractors}: should be at least 0")
         for path in self.text:
             if not Path(path).is_file():
-                raise ConfigError(f"--text {path}: is no file")
+                raise ConfigError(f"--text {path}: is no file; give one that exists")
 
     @property
     def cells(self) -> list[tuple[int, float | None]]:

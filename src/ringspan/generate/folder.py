@@ -33,7 +33,9 @@ def load_config(settings: GenerateSettings) -> PreTrainedConfig:
     with refused(settings.folder, OSError, ValueError, KeyError, TypeError, StrictDataclassError):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ConfigError(f"{settings.folder}: {config.model_type} is no causal language model of transformers")
+        raise ConfigError(
+            f"{settings.folder}: {config.model_type} is no causal language model of transformers; use one"
+        )
     refuse_config(config)
     refuse_quantised(config)
     refuse_heads(config, settings.tp)

@@ -111,7 +111,7 @@ class Session:
         if self.settings.load_cache is None:
             return [], cache
         if len(cache.ids) > 1:
-            raise ConfigError(f"--load-cache {self.settings.load_cache}: holds {len(cache.ids)} texts, not one")
+            raise ConfigError(f"--load-cache {self.settings.load_cache}: holds {len(cache.ids)} texts, must hold one")
         return cache.ids[0].tolist(), cache
 
     def keep(self, cache: Any) -> None:

@@ -13,7 +13,7 @@ GRAIN: Final = 128  # rows, or keys, for which there is one list of tiles; a mul
 
 
 class Lists(NamedTuple):
-    """A list of tiles for each ``GRAIN`` rows or keys: where it begins, (grains + 1,), and all behind each other."""
+    """A list of tiles for each ``GRAIN`` rows or keys: the starts (grains + 1,), and all lists concatenated."""
 
     first: NDArray[np.int32]
     which: NDArray[np.int32]

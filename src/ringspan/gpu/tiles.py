@@ -38,8 +38,9 @@ def tile_at(tiles, number):
 
 @triton.jit
 def segments(first, q0, q1, k0, k1, lo, hi, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """The keys of a tile that the rows [first, first + ROWS) see, as start, a, b, stop, from the tile's corner: blocks
-    of KEYS in [start, a) and [b, stop) need the mask; in [a, b) they do not, all their pairs are allowed.
+    """Return the keys of a tile that the rows [first, first + ROWS) see: start, a, b, stop, from the tile's corner.
+
+    Blocks of KEYS in [start, a) and [b, stop) need the mask; in [a, b) all their pairs are allowed.
 
     With rows and keys, and -hi and -lo, in each other's place: the rows that keys see.
     """

@@ -16,7 +16,7 @@ class Blocks(NamedTuple):
     wide: tuple[tuple[int, int, int, int], ...]
 
     def configs(self, row_bytes: int) -> list[Any]:
-        """Return what to try for heads whose padded row takes so many bytes."""
+        """Return the candidates for heads whose padded row takes ``row_bytes``."""
         return [
             triton.Config({"ROWS": rows, "KEYS": keys}, num_warps=warps, num_stages=stages)
             for rows, keys, warps, stages in (self.narrow if row_bytes <= _NARROW else self.wide)
@@ -39,13 +39,15 @@ BACKWARD_KEYS: Final = Blocks(
 
 
 def interpreted(program: Any) -> Any:
-    """The program for the interpreter, in blocks so small that small problems have several."""
+    """Return the program for the interpreter, in blocks so small that small problems have several."""
     return triton.heuristics({"ROWS": lambda _: 32, "KEYS": lambda _: 16})(program)
 
 
 def options(size: int, value_size: int, *, is_float32: bool, has_cap: bool, has_slopes: bool = False) -> dict[str, Any]:
-    """Head sizes are padded to powers of two, of which a matrix product needs at least 16. Products of float32 are
-    three of TF32 on tensor cores, which is as accurate; without these the sums would not fit into registers.
+    """Return the options of a launch: padded head sizes and the precision of products.
+
+    Head sizes are padded to powers of two, at least 16 for a matrix product. A float32 product is three TF32 products
+    on tensor cores, which is as accurate; otherwise the sums would not fit into registers.
     """
     return {
         "SIZE": max(16, triton.next_power_of_2(size)),

@@ -86,9 +86,9 @@ class WholeBatches:
             )
         options = dict(zip(("gradient_checkpointing_kwargs", "every_n_layers", "offload"), args, strict=False)) | kwargs
         if options.get("every_n_layers", 1) != 1:
-            raise UnsupportedError("every_n_layers is RingConfig(layers_per_checkpoint=...) on a ring")
+            raise UnsupportedError("on a ring, use RingConfig(layers_per_checkpoint=...) instead of every_n_layers")
         if options.get("offload"):
-            raise UnsupportedError("offload of activations is RingConfig(offload=...) on a ring")
+            raise UnsupportedError("offload of activations is not supported on a ring; use RingConfig(offload=...)")
         for name in ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"):
             others = set(options.get(name) or {}) - {"use_reentrant"}
             if others:
@@ -186,7 +186,7 @@ def _counted(number: Any) -> int | None:
         return None
     value = number.item() if isinstance(number, Tensor) else number
     if int(value) != value:
-        raise UnsupportedError(f"num_items_in_batch={value} is no whole number")
+        raise UnsupportedError(f"num_items_in_batch={value} is no whole number; give a number of targets")
     return int(value)
 
 

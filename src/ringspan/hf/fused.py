@@ -37,7 +37,7 @@ def fused_output(model: Any, call: Callable[..., Any], gathered: Callable[[Tenso
     """
     forward: Any = getattr(vars(model).get("forward"), "__func__", None) or vars(model).get("ring_fused_forward")
     if forward is None:
-        raise UnsupportedError("fused_lm_head=True: this model has no fused head; trl's add_fused_lm_head gives it one")
+        raise UnsupportedError("fused_lm_head=True: this model has no fused head; call trl's add_fused_lm_head first")
     if model.ring_head_parts:
         raise UnsupportedError(
             f"fused_lm_head=True: {class_name(model)} has layers between its decoder and its head, which TRL's "

@@ -49,7 +49,9 @@ def ring_accelerator(ring: RingConfig | None = None, **options: Any) -> "LoopAcc
     """
     config = RingConfig() if ring is None else ring
     if config.balance != "none":
-        raise UnsupportedError(f"balance={config.balance!r} is for trainers; a loop of your own deals its own batches")
+        raise UnsupportedError(
+            f"balance={config.balance!r} is for trainers; a loop of your own must deal its own batches"
+        )
     for name in ("parallelism_config", "fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin"):
         if options.get(name) is not None:
             raise UnsupportedError(
@@ -72,7 +74,7 @@ def ring_accelerator(ring: RingConfig | None = None, **options: Any) -> "LoopAcc
             "leave them out"
         )
     if made.dataloader_config.dispatch_batches:
-        raise UnsupportedError("dispatch_batches=True is not for a ring: each rank reads its replica's batches")
+        raise UnsupportedError("leave dispatch_batches=True out: each rank reads its replica's batches")
     ours: Any = count_rings(made, config.make_mesh(), config.step)
     ours.__class__ = LoopAccelerator
     return ours
@@ -168,7 +170,7 @@ class LoopAccelerator(RingAccelerator):
                     missing, unexpected = model.load_state_dict(load_file(file), strict=False)
                     tied = set(getattr(model, "_tied_weights_keys", None) or ())
                     if wrong := [*unexpected, *(name for name in missing if name not in tied)]:
-                        raise CheckpointError(f"{file}: {wrong[0]} does not fit this model; is it of another one?")
+                        raise CheckpointError(f"{file}: {wrong[0]} does not fit this model; load one of this model")
                 for number, optimizer in enumerate(optimizers):
                     model = _model_of(optimizer, models)
                     load_optimizer(Path(folder) / f"optimizer_{number}", model, plain_optimizer(optimizer))

@@ -47,13 +47,15 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: Any) -> None:
     with closing(Checkpoints(folder / FOLDER, run_id=_RUN, keep=1, asynchronous=False)) as checkpoints:
         found = checkpoints.find()
         if found.folder is None or found.manifest is None:
-            raise CheckpointError(found.skipped[0] if found.skipped else f"{folder / FOLDER}: is empty")
+            raise CheckpointError(found.skipped[0] if found.skipped else f"{folder / FOLDER}: is empty; use another")
         before = found.manifest.state
         if change := first_change(before["model"], model_facts(model)) if "model" in before else None:
             raise CheckpointError(f"{folder}: was trained with {change}; set it back, or start a new run")
         state = _state(model, optimizer)
         if unknown := sorted(set(found.manifest.tensors) - set(state)):
-            raise CheckpointError(f"{folder}: has {unknown[0]}, which this model lacks; is it of another model?")
+            raise CheckpointError(
+                f"{folder}: has {unknown[0]}, which this model lacks; is it of another model? use its own"
+            )
         checkpoints.load(found.folder, found.manifest, state, None)
         for group, settings in zip(optimizer.param_groups, before["groups"], strict=True):
             group |= {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
@@ -82,10 +84,12 @@ def load_adapter(folder: Path, model: nn.Module) -> bool:
     for name in peft.peft_config:
         place = folder if name == "default" else folder / name
         if not (place / ADAPTER_WEIGHTS).is_file():
-            raise CheckpointError(f"{place / ADAPTER_WEIGHTS}: is missing; is it a checkpoint of this adapter?")
+            raise CheckpointError(f"{place / ADAPTER_WEIGHTS}: is missing; use a checkpoint of this adapter")
         result: Any = set_peft_model_state_dict(model, load_peft_weights(str(place), device="cpu"), adapter_name=name)
         if result.unexpected_keys:
-            raise CheckpointError(f"{place}: has {result.unexpected_keys[0]}, which the adapter {name!r} lacks")
+            raise CheckpointError(
+                f"{place}: has {result.unexpected_keys[0]}, which {name!r} lacks; use one of that adapter"
+            )
     return True
 
 

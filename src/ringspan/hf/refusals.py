@@ -98,7 +98,7 @@ def refuse_accelerator(accelerator: Any) -> None:
     if dist.is_initialized() and state.num_processes != dist.get_world_size():
         raise ConfigError(
             f"accelerate counts {state.num_processes} of {dist.get_world_size()} processes; without an accelerator "
-            "it sees the others if it is told: TrainingArguments(use_cpu=True), or Accelerator(cpu=True)"
+            "set TrainingArguments(use_cpu=True), or Accelerator(cpu=True), so that it sees the others"
         )
     for name in ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin"):
         if getattr(state, name, None) is not None:

@@ -40,13 +40,13 @@ def count_generations(args: Any, replicas: int) -> None:
         raise ConfigError(
             f"num_generations={args.num_generations} does not divide the {size} completions that are made at once, "
             f"per_device_train_batch_size {args.per_device_train_batch_size} x replicas {replicas} x "
-            f"steps_per_generation {steps}; a ring is one process"
+            f"steps_per_generation {steps}; a ring is one process: change one of these"
         )
     groups, batch = args.num_generations_eval or args.num_generations, args.per_device_eval_batch_size * replicas
     if str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" and batch % groups:
         raise ConfigError(
             f"{groups} generations for each prompt of evaluation do not divide {batch}, per_device_eval_batch_size "
-            f"{args.per_device_eval_batch_size} x replicas {replicas}; a ring is one process"
+            f"{args.per_device_eval_batch_size} x replicas {replicas}; a ring is one process: change one of these"
         )
     if size != args.generation_batch_size and dist.get_rank() == 0:
         _log.warning("generation_batch_size is %d: a ring is one process", size)

@@ -48,11 +48,11 @@ def ring_attention(
 ) -> Array:
     """Exact attention of the local queries to the keys of all ranks, inside ``shard_map``; differentiable in reverse.
 
-    On the gathered arrays it equals ``softmax(scale q k^T where mask allows) v``, in which a query that may see nothing
-    gives 0. ``jit``, ``vmap``, ``checkpoint`` and ``scan`` compose with it; ``jax.checkpoint_policies
+    On the gathered arrays it equals ``softmax(scale q k^T where mask allows) v``; a query that may see nothing gives 0.
+    ``jit``, ``vmap``, ``checkpoint`` and ``scan`` compose with it; ``jax.checkpoint_policies
     .save_only_these_names("ring_attention")`` recomputes a layer but not its attention.
 
-    What the arrays hold behind the length of the layout, NaN too, changes no result and no gradient.
+    The arrays' values past the length of the layout, NaN too, change no result and no gradient.
 
     Args:
         q: local queries (B, H, T, D), in the order of the layout. float32, bfloat16, float16, or float64 with x64.
@@ -62,10 +62,10 @@ def ring_attention(
         mask: which pairs of global positions are allowed; causal when None. Text is read by ``Mask.parse``.
         layout: how positions are split over the ring. A name means that the sequence is N x T tokens long; pass a
             ``Layout`` when its end is padding that no query may see.
-        key_layout: where the keys live when they are another sequence (cross-attention); default: as the queries.
+        key_layout: of the keys, if they are another sequence (cross-attention); default: the queries'.
         scale: factor on the scores; ``D ** -0.5`` when None.
-        softcap: scores become ``softcap tanh(scores / softcap)`` (Gemma 2); None for none.
-        sinks: a learnt score for each query head (H,), to which probability may go without a value (gpt-oss).
+        softcap: scores become ``softcap tanh(scores / softcap)`` (Gemma 2), unless None.
+        sinks: a learnt score for each query head (H,), which takes probability and has no value (gpt-oss).
         query_chunk: most local queries whose scores exist at once, for one head on CPU.
         key_chunk: most local keys whose scores exist at once.
         kernel: what computes a block: ``xla`` on any device; ``pallas`` on TPUs (interpreted on CPU, for tests), for
@@ -118,7 +118,7 @@ def ring_attention(
 
 
 def _without_padding(x: Array, layout: Layout, rank: Array) -> Array:
-    """Zero the tokens behind the end of the sequence: a chunk may hold some, and 0 times NaN is NaN."""
+    """Zero the tokens past the end of the sequence: a chunk may hold some, and 0 times NaN is NaN."""
     if layout.padded_length == layout.length:
         return x
     tokens = jnp.asarray(_tokens_of_chunks(layout))[rank]
@@ -145,7 +145,7 @@ def _axis_size(axis_name: str) -> int:
 
 
 def _check_split(axis_name: str, ranks: int, rank: Array, **arrays: Array) -> None:
-    """Refuse arrays that ``shard_map`` knows to be replicated over the ring; outside of its checks nobody knows."""
+    """Refuse arrays that ``shard_map`` knows to be replicated over the ring; without its checks this is unknown."""
     if ranks == 1 or axis_name not in varying_axes(rank):
         return
     for name, x in arrays.items():
@@ -208,7 +208,7 @@ def sharded_ring_attention(
             f"mesh must be a jax.sharding.Mesh, got {described(mesh)}; make one with ringspan.jax.init_mesh"
         )
     if axis_name not in mesh.shape:
-        raise LayoutError(f"the mesh has no axis {axis_name!r}; its axes are {', '.join(mesh.axis_names)}")
+        raise LayoutError(f"the mesh has no axis {axis_name!r}; its axes are {', '.join(mesh.axis_names)}; use one")
     batch = tuple(axis for axis in batch_axes if axis in mesh.shape)
     heads = head_axis if head_axis in mesh.shape else None
     split = P(batch or None, heads, axis_name)

@@ -33,14 +33,14 @@ def shard(x: Any, layout: Layout, dim: int, *, value: float = 0) -> Array:
     x = jnp.asarray(x)
     check_sharding(x.shape, layout, dim)
     if x.shape[dim] != layout.length:
-        raise LayoutError(f"dimension {dim} has {x.shape[dim]} entries, the layout is for {layout.length} tokens")
+        raise LayoutError(f"dimension {dim} has {x.shape[dim]} entries, but must have the layout's {layout.length}")
     width = [(0, 0)] * x.ndim
     width[dim] = (0, layout.padded_length - layout.length)
     return jnp.take(jnp.pad(x, width, constant_values=value), layout.permutation, axis=dim)
 
 
 def unshard(x: Any, layout: Layout, dim: int) -> Array:
-    """The inverse of ``shard``: in order, without padding.
+    """Invert ``shard``: in order, without padding.
 
     Raises:
         LayoutError: no layout, or ``x`` does not have ``layout.padded_length`` entries along ``dim``.
@@ -48,15 +48,17 @@ def unshard(x: Any, layout: Layout, dim: int) -> Array:
     x = jnp.asarray(x)
     check_sharding(x.shape, layout, dim)
     if x.shape[dim] != layout.padded_length:
-        raise LayoutError(f"dimension {dim} has {x.shape[dim]} entries, the layout has {layout.padded_length}")
+        raise LayoutError(
+            f"dimension {dim} has {x.shape[dim]} entries, but must have the layout's {layout.padded_length}"
+        )
     return jnp.take(x, layout.inverse[: layout.length], axis=dim)
 
 
 def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, layout: LayoutName = "zigzag") -> dict[str, Array]:
-    """A whole batch as arrays on the mesh, sequences split over dp and fsdp, tokens over sp.
+    """Return a whole batch as arrays on the mesh, sequences split over dp and fsdp, tokens over sp.
 
     Labels are shifted here, before the permutation, so that each token knows its true successor; padding gets the label
-    -100 and comes last, where no real token sees it.
+    -100 and comes last, unseen by any real token.
 
     Args:
         batch: ``input_ids`` (B, S) and ``labels`` (B, S), unshifted, or ``shift_labels`` (B, S), where entry i is the
@@ -83,7 +85,7 @@ def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, layout: LayoutName = "z
     if tokens.ndim != 2 or tokens.shape[1] < 1:
         raise UnsupportedError(f"input_ids must be (batch, tokens), got shape {tokens.shape}")
     if tokens.size and tokens.min() < 0:
-        raise UnsupportedError(f"input_ids has {tokens.min()}, which is no entry of a vocabulary")
+        raise UnsupportedError(f"input_ids has {tokens.min()}, which is no entry of a vocabulary; give numbers from 0")
     if "shift_labels" in batch:
         targets = np.asarray(batch["shift_labels"])
     elif "labels" in batch:
@@ -92,12 +94,14 @@ def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, layout: LayoutName = "z
     else:
         raise UnsupportedError("the batch has neither labels nor shift_labels; give one of them")
     if targets.shape != tokens.shape:
-        raise UnsupportedError(f"labels have shape {targets.shape}, input_ids {tokens.shape}")
+        raise UnsupportedError(f"labels have shape {targets.shape}, input_ids {tokens.shape}; give both the same")
     if "shift_labels" in batch and "labels" in batch and (np.asarray(batch["labels"])[:, 1:] != targets[:, :-1]).any():
         raise UnsupportedError("labels, shifted by one, are not shift_labels; give one of them")
     replicas = mesh.shape["dp"] * mesh.shape["fsdp"]
     if len(tokens) % replicas:
-        raise LayoutError(f"a batch of {len(tokens)} sequences does not divide over dp x fsdp = {replicas} devices")
+        raise LayoutError(
+            f"a batch of {len(tokens)} sequences does not divide over dp x fsdp = {replicas} devices, but must"
+        )
     split = Layout(layout, tokens.shape[1], mesh.shape["sp"])
     positions = np.broadcast_to(split.permutation, (len(tokens), split.padded_length))
     arrays = {

@@ -1,6 +1,6 @@
 """Feed-forwards and the loss some tokens at a time: wide activations and all logits never exist whole.
 
-T local tokens, C hidden size, V vocabulary (its local part where it is split over a mesh axis).
+T local tokens, C hidden size, V vocabulary (its local part if split over a mesh axis).
 """
 
 from collections.abc import Callable
@@ -44,8 +44,9 @@ def blockwise_feedforward(function: Callable[[Array], Array], x: Array, *, chunk
 
 
 def chunks(rows: Array, chunk_tokens: int, *, value: float | None = None) -> Array:
-    """Cut (T, ...) into (number, size, ...): the fewest, most equal chunks, padded with ``value`` or with the last row,
-    since 0 times NaN is NaN where a function has no derivative at zero.
+    """Cut (T, ...) into (number, size, ...): the fewest, most equal chunks, padded with ``value`` or the last row.
+
+    The last row, since 0 times NaN is NaN if a function has no derivative at zero.
     """
     chunk_tokens = integer(chunk_tokens, "chunk_tokens", ConfigError, at_least=1)
     number = max(1, -(-len(rows) // chunk_tokens))
@@ -61,13 +62,13 @@ def chunks(rows: Array, chunk_tokens: int, *, value: float | None = None) -> Arr
 def blockwise_cross_entropy(
     hidden: Array, weight: Array, targets: Array, *, chunk_tokens: int = 1024, vocabulary_axis: str | None = None
 ) -> Array:
-    """Summed cross-entropy of ``hidden @ weight.T`` in float32, ``chunk_tokens`` at a time, recomputed in backward.
+    """Sum the cross-entropy of ``hidden @ weight.T`` in float32, ``chunk_tokens`` at a time, recomputed in backward.
 
     Equals ``-sum(log_softmax(hidden @ weight.T)[t, targets[t]])`` over the tokens with a target. Whatever the hidden
     states of the others are, NaN too, they change neither the loss nor a gradient.
 
-    A target that is no entry of the vocabulary raises where its value is known; inside ``jit``, where it is not, it
-    makes the loss and all gradients NaN.
+    A target outside the vocabulary raises if its value is known; inside ``jit`` it makes the loss and all gradients
+    NaN.
 
     Args:
         hidden: (T, C); weight (V, C); targets (T,) integers, -100 for none.
@@ -78,9 +79,9 @@ def blockwise_cross_entropy(
         A float32 scalar; 0 when no token has a target.
 
     Raises:
-        ConfigError: ``chunk_tokens`` that is no integer or below one.
-        UnsupportedError: shapes that do not fit, targets that are no integers, or (outside ``jit``) one that is no
-            entry of the vocabulary.
+        ConfigError: ``chunk_tokens`` that is not an integer or below one.
+        UnsupportedError: shapes that do not fit, targets that are not integers, or (outside ``jit``) one outside the
+            vocabulary.
     """
     vocabulary = len(weight) * (lax.axis_size(vocabulary_axis) if vocabulary_axis else 1)
     _check(hidden, weight, targets, vocabulary)

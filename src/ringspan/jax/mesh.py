@@ -20,7 +20,7 @@ def init_mesh(*, dp: int = 1, fsdp: int = 1, tp: int = 1, sp: int = 1) -> Mesh:
     """Build a mesh of ``dp x fsdp x tp x sp`` devices; neighbours on the ring are neighbouring devices.
 
     Raises:
-        LayoutError: a size that is no integer or below one, or more devices than there are.
+        LayoutError: a size that is not an integer or below one, or more devices than exist.
     """
     sizes = (dp, fsdp, tp, sp)
     for name, size in zip(AXES, sizes, strict=True):
@@ -37,14 +37,14 @@ def init_mesh(*, dp: int = 1, fsdp: int = 1, tp: int = 1, sp: int = 1) -> Mesh:
 
 
 def map_mesh(mesh: Mesh, *, sp: Names = None, dp: Names = None, fsdp: Names = None, tp: Names = None) -> Mesh:
-    """Return somebody else's mesh with the axes of ``init_mesh``, over the same devices.
+    """Return a mesh with the axes of ``init_mesh`` over the devices of another mesh.
 
     Not needed for the names of torchtitan and accelerate (``dp_replicate``, ``dp_shard``, ``cp``, ``sp``, ``tp``),
     which every function recognises, in any order. Each argument is an axis of the mesh or several, None for an axis of
     one device.
 
     Raises:
-        ConfigError: a name that is no axis or is given twice, or an axis of two or more devices that has no role.
+        ConfigError: a name that is not an axis or is given twice, or an axis of two or more devices without a role.
     """
     return _map(mesh, assigned(dict(mesh.shape), {"dp": dp, "fsdp": fsdp, "tp": tp, "sp": sp}))
 

@@ -30,8 +30,8 @@ Partial = tuple[int, int, tuple[tuple[int, int, int, int, int, int], ...]]  # qu
 class Chunks:
     """T local tokens as chunks of one size; the last one of a span starts early enough to end with the span.
 
-    Chunk n covers [start[n], start[n] + size), of which [first[n], start[n] + size) is its own and the rest the
-    previous one's. Chunks of zigzag never cross the middle, where its two spans meet.
+    Chunk n covers [start[n], start[n] + size): [first[n], start[n] + size) is its own, the rest the previous one's.
+    Chunks of zigzag never cross the middle, where its two spans meet.
     """
 
     size: int
@@ -135,7 +135,7 @@ def compile_tables(layout: Layout, key_layout: Layout, mask: Mask) -> Tables:
 def _look_up(
     layout: Layout, key_layout: Layout, mask: Mask, row_of: Callable[[Hop], _Row]
 ) -> tuple[dict[str, Any], list[_Row]]:
-    """Return the fields of a ``Course``, and the distinct rows that ``row_of`` makes of the hops of all ranks."""
+    """Return the fields of a ``Course``, and the distinct rows that ``row_of`` returns for the hops of all ranks."""
     schedules = [make_schedule(layout, mask, rank, key_layout) for rank in range(layout.ranks)]
     rows: dict[_Row, int] = {}
     which = np.zeros((layout.ranks, layout.ranks), dtype=np.int32)
@@ -177,7 +177,7 @@ class Pairs:
 
 @lru_cache(maxsize=64)
 def compile_pairs(program: Program) -> Pairs:
-    """The lists of a program whose chunks do not overlap."""
+    """Return the lists of a program whose chunks do not overlap."""
     queries, keys = program.query_size, program.key_size
     lists: dict[tuple[int, int], int] = {}
     rows: list[list[tuple[int, int]]] = []

@@ -1,9 +1,9 @@
 """The only ring loop. Layouts and masks are data in the program; this carries it out.
 
 Hop t: send block t + 1 on its way, compute on block t. Keys and values are sent as one message; in backward, dk and dv
-follow their block one hop behind and end at its owner. XLA schedules by data: nothing of hop t waits for what hop t
-sends, so it overlaps the two wherever its device can. Blocks thus take N - 1 hops forward. Where blocks are large, one
-group of heads goes round after the other, so that what is sent and the float32 sums are those of a group.
+follow their block one hop later and end at its owner. XLA schedules by data: nothing of hop t waits for hop t's
+messages, so it overlaps the two if its device can. Blocks thus take N - 1 hops forward. Where blocks are large, one
+group of heads goes round after the other, so that messages and float32 sums cover one group.
 
 B batch, H query heads, G key/value heads, P = H / G, F = B x G, T local tokens, D head size, E value head size.
 """
@@ -52,7 +52,7 @@ class Ring:
         return PallasKernel(program, self.scale, self.softcap, compile_pairs(program))
 
     def head_groups(self, q: Array, k: Array) -> int:
-        """Number of groups of heads to go through one after the other."""
+        """Return the number of groups of heads, run one after the other."""
         pairs, on_cpu = self.kernel.program.tile_pairs, jax.default_backend() == "cpu"
         return head_groups(q.shape[0] * q.shape[1], k.shape[1], self.layout.ranks, pairs, on_cpu=on_cpu)
 
@@ -162,6 +162,7 @@ def _differentiated(ring: Ring, *arrays: Any) -> Any:
 
 def _by_heads(one_group: Callable[..., Any], groups: int, arrays: tuple[Array, ...], sinks: Array | None) -> Any:
     """Run ``one_group(*arrays, sinks)`` for groups of heads in turn; key/value heads stay with their queries.
+
     Heads are the second dimension of ``arrays`` and results, and the only one of sinks and their gradient.
     """
     if groups == 1:
@@ -194,8 +195,10 @@ def _by_heads(one_group: Callable[..., Any], groups: int, arrays: tuple[Array, .
 
 
 def _hops(one_hop: Callable[..., Any], carry: tuple[Any, ...], first: int, stop: int) -> Any:
-    """Run the hops [first, stop) on ``carry``, in a loop: of unrolled code XLA would send all blocks ahead (they wait
-    for no result) and reuse forward's blocks in backward, and so hold all N of them.
+    """Run the hops [first, stop) on ``carry``, in a loop.
+
+    In unrolled code XLA would send all blocks ahead (they wait for no result) and reuse forward's blocks in backward,
+    and so hold all N of them.
     """
     numbers = jnp.arange(first, stop)
     return lax.scan(lambda carry, hop: (one_hop(*carry, hop), None), carry, numbers)[0] if first < stop else carry

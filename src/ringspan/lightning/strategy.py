@@ -34,7 +34,7 @@ _CALLBACKS: Final = (
 
 
 class RingStrategy(ModelParallelStrategy):
-    """``ModelParallelStrategy`` on a mesh of ``rs.init_mesh``: losses and weights are those of one process.
+    """``ModelParallelStrategy`` on a mesh of ``rs.init_mesh``: losses and weights equal one process.
 
         class Module(LightningModule):
             def configure_model(self):

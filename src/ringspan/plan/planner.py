@@ -150,8 +150,9 @@ def make_plan(question: Question) -> Plan:
 
 
 def _smallest_change(question: Question, longest: Setting | None) -> tuple[str, int] | None:
-    """Return the first single option with which a question fits, and its bytes at the peak: another dtype for
-    parameters, more devices, adapters, or a shorter length. What hosts can take is in every plan.
+    """Return the first single option with which a question fits, and its bytes at the peak.
+
+    Another dtype for parameters, more devices, adapters, or a shorter length; what hosts can take is in every plan.
     """
     counts = [times * question.devices for times in (2, 4, 8)]
     twice, *more = [(f"--devices {count}", {"devices": count}) for count in counts]
@@ -181,8 +182,9 @@ def _shortage(question: Question, setting: Setting) -> tuple[int, int]:
 
 
 def weighed_seconds(setting: Setting, cost: StepCost) -> float:
-    """Return a step's seconds plus three percent for each gain that only a time model promises: a route other than the
-    ring, tensor parallelism, larger micro-batches, host memory.
+    """Return a step's seconds plus three percent for each gain that only a time model promises.
+
+    These are a route other than the ring, tensor parallelism, larger micro-batches and host memory.
     """
     others = setting.route != "ring", setting.tp > 1, setting.batch > 1, setting.offload != "none"
     return cost.seconds / WORTH_IT ** (sum(others) + setting.optimizer_on_host)
@@ -217,8 +219,9 @@ class _Race:
 
 
 def _fastest(question: Question) -> Setting | None:
-    """Return the fastest fitting policy of the smallest rings per tensor-parallel size; other routes and layouts are
-    timed only where the ring waits for links or has windows.
+    """Return the fastest fitting policy of the smallest rings per tensor-parallel size.
+
+    Other routes and layouts are timed only if the ring waits for links or has windows.
     """
     race = _Race(question)
     rings: dict[int, set[int]] = {}
@@ -276,8 +279,9 @@ def _larger_micro_batches(question: Question, setting: Setting) -> Iterator[Sett
 
 
 def _fastest_policies(question: Question, setting: Setting) -> Iterator[Setting]:
-    """Yield the first policy that fits on the device, and with each help of the host unless that is as fast; segments
-    come first, for at short lengths their forward pass is dearer than attention's.
+    """Yield the first policy that fits on the device, and with each help of the host unless that is as fast.
+
+    Segments come first: at short lengths their forward pass costs more than attention's.
     """
     for _, group in groupby(policies(question), lambda policy: (policy["offload"], policy["optimizer_on_host"])):
         candidates = list(group)

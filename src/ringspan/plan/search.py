@@ -54,8 +54,7 @@ class Question:
         return self.host_shortage(setting) is None
 
     def host_shortage(self, setting: Setting) -> tuple[str, int] | None:
-        """Return what a host lacks memory for (to load or to train) and the bytes needed of a device's share, else
-        None.
+        """Return what a host lacks memory for (to load or to train) and a device's needed bytes, else None.
 
         A host of unknown memory passes while a step trains.
         """
@@ -158,8 +157,9 @@ def _other_routes(question: Question, setting: Setting) -> Iterator[str]:
 
 @lru_cache(maxsize=256)
 def policies(question: Question) -> tuple[dict[str, Any], ...]:
-    """Return what is kept for backward (and AdamW's moments) on device or host, from everything to the least:
-    feed-forwards whole or in chunks, layers one by one, in twos, or in the most frugal segments.
+    """Return what is kept for backward (and AdamW's moments) on device or host, from everything to the least.
+
+    Feed-forwards whole or in chunks; layers one by one, in twos, or in the most frugal segments.
     """
     has_host = question.device.host_bandwidth > 0
     hosts = product((False, True), ("none", "activations")) if has_host else [(False, "none")]

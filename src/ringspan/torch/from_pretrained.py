@@ -42,9 +42,9 @@ def from_pretrained(
 ) -> PreTrainedModel:
     """``parallelize(AutoModelForCausalLM.from_pretrained(folder_or_id), mesh)``, for models that no host can hold.
 
-    The model is made on the meta device, and each rank reads from the safetensors files the slices that it keeps. Ranks
-    that keep the same slice receive it from the first of them. Beside its shards a rank holds one tensor at a time, or
-    one layer while a feed-forward is tried out. The tensors are those of transformers, bit for bit.
+    The model is created on the meta device, and each rank reads its slices from the safetensors files. Ranks that keep
+    the same slice receive it from the first of them. In addition to its shards a rank holds one tensor at a time, or
+    one layer while a feed-forward is tried out. The tensors equal transformers', bit for bit.
 
     Args:
         folder_or_id: a folder that ``save_pretrained`` wrote, or an id of the Hub, which is downloaded to its cache.
@@ -52,23 +52,23 @@ def from_pretrained(
         dtype: of the parameters; ``auto`` takes that of the config or of the files.
         config: in place of the folder's own.
         revision: a branch, tag or commit of an id of the Hub.
-        local_files_only: whether an id is looked up in the local cache alone.
-        subfolder: in which the config and the weights are.
+        local_files_only: look up an id only in the local cache.
+        subfolder: with the config and the weights.
         variant: part of the names of the files, ``fp16`` for ``model.fp16.safetensors``.
         trust_remote_code: whether Python files of the folder may be run.
-        model_class: the auto class of transformers that makes the model, ``AutoModelForMultimodalLM`` say for a model
-            that sees where ``AutoModelForCausalLM``, the default where it makes one, gives its language model alone.
-        adapt: what is done to the model before it is split, ``lambda model: get_peft_model(model, config)`` say. Its
-            weights have shapes and dtypes then, and what is computed of them is computed when they are read.
+        model_class: the auto class of transformers that creates the model. Default: ``AutoModelForCausalLM`` if it has
+            one; for a model that sees, it may create only the language model: give ``AutoModelForMultimodalLM``.
+        adapt: changes the model before it is split, for example ``lambda model: get_peft_model(model, config)``. Its
+            weights have shapes and dtypes then; computations on them run when they are read.
         options: those of ``parallelize``.
 
     Raises:
-        ConfigError: there are no weights in safetensors; files are missing, cut or damaged; tensors are missing or have
-            another shape than the model's; by name.
+        ConfigError: no weights in safetensors; files are missing, cut or damaged; tensors are missing or have another
+            shape than the model's; by name.
         TypeError: an option that ``parallelize`` does not have.
-        UnsupportedError, LayoutError, PeerMismatch: as ``parallelize``, and where ranks read different files.
+        UnsupportedError, LayoutError, PeerMismatch: as ``parallelize``, and if ranks read different files.
 
-    Each is raised on every rank alike. Tensors that the model has no place for are logged.
+    Each is raised on every rank. Tensors that the model has no place for are logged.
     """
     mesh = ring_mesh(mesh)
     model: Any = None

@@ -93,31 +93,33 @@ def parallelize(
     count (pass ``num_items_in_batch`` to count over several batches, for gradient accumulation). Without labels
     ``model(**batch)`` gives the local logits (B, T, V).
 
-    A classifier of sequences (``AutoModelForSequenceClassification``) gives their logits (B, labels) on every rank, one
-    of tokens those of local ones, see ``ringspan.torch.model.tasks.classifier``; the loss is yours.
+    A classifier of sequences (``AutoModelForSequenceClassification``) gives their logits (B, labels) on every rank, a
+    classifier of tokens the local tokens' logits, see ``ringspan.torch.model.tasks.classifier``; the loss is yours.
 
     A decoder without a head (``AutoModel``), by itself or inside of a ``PreTrainedModel`` of yours, takes what
     ``shard_features`` returns as ``inputs_embeds`` and gives local hidden states; the loss is yours, see
     ``global_sum``. All that your model does outside of the decoder must treat each token by itself.
 
     A model that PEFT wraps (``get_peft_model``) comes back wrapped, and saves its adapter, see
-    ``ringspan.torch.model.adapters``. What no model can do afterwards raises, see ``ringspan.torch.consistency.fixed``.
+    ``ringspan.torch.model.adapters``. Changes that are not possible afterwards raise, see
+    ``ringspan.torch.consistency.fixed``.
 
     Args:
-        model: any model whose attention goes through transformers' AttentionInterface, wherever it is: its shards go
-            to the mesh's devices layer by layer. One larger than a host: ``from_pretrained``. One on the meta device
-            gets its weights afterwards (``to_empty``, then ``set_model_state_dict`` of ``torch.distributed``).
+        model: any model whose attention goes through transformers' AttentionInterface, on any device: its shards go to
+            the mesh's devices layer by layer. One larger than a host: ``from_pretrained``. One on the meta device gets
+            its weights afterwards (``to_empty``, then ``set_model_state_dict`` of ``torch.distributed``).
         mesh: from ``init_mesh``, or one whose axes have the names of torchtitan and accelerate (``dp_replicate``,
             ``cp`` or ``sp``, ``tp``); see ``map_mesh`` for other names.
         layout: how sequences are split; ``shard_batch`` needs the same. ``balanced`` makes one for the documents of
             each batch (``ringspan.balanced``).
         route: how keys and values get to other ranks, see ``ring_attention``.
-        comm_dtype: what they are sent as, see ``ring_attention``; ``exact`` changes nothing.
+        comm_dtype: their dtype in messages, see ``ring_attention``; ``exact`` changes nothing.
         kernel: what computes attention on each device, see ``ring_attention``.
         checkpoint: what layers keep for backward, see ``checkpoint_layers``.
-        layers_per_checkpoint: consecutive layers of which only the first keeps its input, see ``checkpoint_layers``.
+        layers_per_checkpoint: consecutive layers that keep only the first one's input, see ``checkpoint_layers``.
         loss_chunk_tokens: tokens whose logits exist at once.
-        loss_chunk_vocabulary: vocabulary entries for which they do, all when None; see ``blockwise_cross_entropy``.
+        loss_chunk_vocabulary: vocabulary entries whose logits exist at once, all if None; see
+            ``blockwise_cross_entropy``.
         z_loss: factor on the squared log-sum-exp of the logits.
         label_smoothing: share of each target that is spread over the vocabulary.
         feedforward_chunk_tokens: tokens that a feed-forward works on at once, see ``find_feedforwards``; 0 for all.
@@ -125,21 +127,21 @@ def parallelize(
             can be cut and come last.
         norm_chunk_tokens: tokens that a norm works on at once, see ``find_norms``; 0 for all. ``auto`` takes 4,096 in
             models whose layers are checkpointed, for 16,384 local tokens and more.
-        offload: where what checkpointing keeps waits for backward, see ``offload_activations``.
+        offload: where checkpointed tensors wait for backward, see ``offload_activations``.
         compute_dtype: dtype that layers compute in (parameters keep theirs); the parameters' own when None.
         compile: make each layer a program with torch.compile, when it first runs; a name chooses another backend than
             ``inductor``. Not together with ``offload``, ``layers_per_checkpoint`` or blocks of feed-forwards and norms.
-        watchdog: end this process, with a line that says whom it waited for, when a rank dies, or does not come to a
+        watchdog: end this process, with a line that names the awaited rank, when a rank dies, or does not come to a
             call within the time-out of the process group (``ringspan.torch.consistency.loop_watch``).
 
     Raises:
         UnsupportedError: the model or its config asks for something that would not be exact.
-        ConfigError, LayoutError: an option that is none, or does not go with the others; a weight that is NaN or
-            infinite (-inf in a vector is a mask).
+        ConfigError, LayoutError: an option that is unknown or conflicts with another; a weight that is NaN or infinite
+            (-inf in a vector is a mask).
         PeerMismatch: the ranks were given different models or options.
 
-    Each is raised on every rank alike, and leaves the model as it was. Where ranks have other weights, all of them get
-    those of the first.
+    Each is raised on every rank, and leaves the model as it was. If ranks have different weights, all of them get the
+    first rank's.
     """
     is_dtype = isinstance(compute_dtype, torch.dtype)
     dtype = str(compute_dtype).removeprefix("torch.") if is_dtype else repr(compute_dtype)  # which is no name of one
@@ -205,7 +207,7 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
 
 
 def _agreed(given: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> tuple[PreTrainedModel, Parts]:
-    """The model inside of adapters and what may change of it, once all ranks were given the same.
+    """Return the model inside of adapters and its changeable parts, once all ranks were given the same.
 
     Raises:
         RingspanError: what ``parallelize`` says, on every rank.
@@ -307,6 +309,6 @@ def _note_what_stays(model: PreTrainedModel, layers: list[nn.Module], mesh: Devi
 
 
 def _next_number(mesh: DeviceMesh) -> str:
-    """By what ranks tell the models of one mesh apart."""
+    """Return an identity that tells the models of one mesh apart."""
     ranks = tuple(mesh.mesh.flatten().tolist())
     return f"number {next(_numbers.setdefault(ranks, count(1)))}"

@@ -1,4 +1,4 @@
-"""What of a model ``parallelize`` may change, found before anything changes; what it cannot do raises here."""
+"""Parts of a model that ``parallelize`` may change, found before any change; unsupported models raise here."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -46,7 +46,7 @@ class InBlocks(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """What ``parallelize`` has found in a model that it may change."""
+    """Parts of a model that ``parallelize`` may change."""
 
     view: ModelView
     in_blocks: list[InBlocks]
@@ -127,9 +127,7 @@ def _refuse_options(view: ModelView, mesh: DeviceMesh, config: StepConfig) -> No
 
 
 def _in_blocks(view: ModelView, mesh: DeviceMesh, config: StepConfig) -> Iterator[InBlocks]:
-    """Feed-forwards and norms that run in blocks: each is tried out, on this process alone, before attention is the
-    ring's.
-    """
+    """Yield feed-forwards and norms that run in blocks, each tried out on this process before attention changes."""
     if config.compile is not False:  # blocks would break its programs
         return
     option, is_checkpointed = "feedforward_chunk_tokens", config.checkpoint != "none"
@@ -177,15 +175,15 @@ def _with_head(head: nn.Module, mesh: DeviceMesh, config: StepConfig, parts: Par
 
 
 def _is_first(mesh: DeviceMesh) -> bool:
-    """Whether this rank says what all ranks found."""
+    """Return True if this rank logs for all ranks."""
     return mesh.get_rank() == int(mesh.mesh.min())
 
 
 def compute_dtype_of(config: StepConfig) -> torch.dtype | None:
-    """What layers compute in; the parameters' own dtype when None.
+    """Return the dtype that layers compute in; the parameters' dtype if None.
 
     Raises:
-        ConfigError: it is no dtype of real numbers.
+        ConfigError: it is not a dtype of real numbers.
     """
     if config.compute_dtype is None:
         return None

@@ -66,7 +66,7 @@ class Guard:
         dist.all_reduce(votes, dist.ReduceOp.MAX)
         any_not_finite, any_stop, any_spike, last, first, peak = votes.tolist()
         if last != -first:
-            raise PeerMismatch(f"the ranks are at different steps: from {-first:.0f} to {last:.0f}; this one at {step}")
+            raise PeerMismatch(f"restart all: different steps: from {-first:.0f} to {last:.0f}; this rank at {step}")
         verdict: dict[str, Any] = {"stop": bool(any_stop), "peak_bytes": int(peak)}
         if any_not_finite:
             return Verdict(apply=False, rewind=False, problem=self._not_finite(step, loss, norm, parameters), **verdict)

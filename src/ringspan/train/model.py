@@ -172,9 +172,11 @@ def load_processor(config: TrainConfig, model_config: PreTrainedConfig, kept: Pa
         processor: Any = AutoProcessor.from_pretrained(source, trust_remote_code=config.model.trust_remote_code)
     tokenizer = getattr(processor, "tokenizer", processor)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
-        raise ConfigError(f"model.tokenizer = {source!r}: {type(processor).__name__} makes no tokens of text")
+        raise ConfigError(
+            f"model.tokenizer = {source!r}: {type(processor).__name__} makes no tokens of text; use another"
+        )
     if getattr(processor, "chat_template", None) is None:
-        raise ConfigError(f"model.tokenizer = {source!r}: has no chat template, by which data.messages become text")
+        raise ConfigError(f"model.tokenizer = {source!r}: has no chat template, which data.messages need")
     _refuse_foreign(tokenizer, text_config(model_config).vocab_size)
     return processor
 

@@ -149,7 +149,7 @@ def step(
     repeats: Repeats = 3,
     as_json: Json = False,
 ) -> None:
-    """A whole training step of a small Llama on the ring against transformers' sdpa on one process of N threads."""
+    """Time a training step of a small Llama: the ring against transformers' sdpa in one process of N threads."""
     from ringspan.core.geometry.layout import layout_name
     from ringspan.core.names import checkpoint_name
     from ringspan.measure.bench.step import StepCase, run

@@ -144,7 +144,7 @@ def harness(
 
     names = tuple(name.strip() for name in tasks.split(",") if name.strip())
     if include is not None and not include.is_dir():
-        raise ConfigError(f"--include {include}: there is no such folder")
+        raise ConfigError(f"--include {include}: there is no such folder; give one with lm-eval's task files")
     check_folder("--out", out)
     settings = HarnessSettings(
         folder=model, tasks=names, include=None if include is None else str(include.absolute()), limit=limit,
@@ -191,7 +191,7 @@ def _evaluate(
 ) -> None:  # fmt: skip
 
     if len(set(models)) < len(models):
-        raise ConfigError(f"{' '.join(models)}: the same model twice")
+        raise ConfigError(f"{' '.join(models)}: the same model twice; name each once")
     if picture is not None:
         require("--picture", "matplotlib")
         check_picture(picture, ".png", ".svg")

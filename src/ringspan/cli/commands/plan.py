@@ -290,7 +290,7 @@ def _kind(name: str, devices: int, nodes: int | None) -> "Accelerator":
     if nodes is None:
         return kind
     if devices % nodes:
-        raise ConfigError(f"--nodes {nodes} do not share {devices} devices evenly")
+        raise ConfigError(f"--nodes {nodes} do not share {devices} devices evenly; choose a divisor")
     return replace(kind, devices_per_node=devices // nodes)
 
 

@@ -21,12 +21,12 @@ class FileLock:
     """A lock that one process has, which writes its name into the file.
 
     POSIX locks: they vanish with the process, killed or not, and no child inherits them. On a file system that hosts
-    share they hold between hosts where it supports them (NFS with its lock service, Lustre with ``flock``); where it
-    refuses them nothing is locked.
+    share they hold between hosts if it supports them (NFS with its lock service, Lustre with ``flock``); if it refuses
+    them, nothing is locked.
     """
 
     def __init__(self, path: Path, holding: str, remedy: str) -> None:
-        """A refusal says that something ``holding`` the name of a process, and the remedy."""
+        """Prepare the lock; a refusal reads "``holding`` PROCESS", then the remedy."""
         self._path, self._holding, self._remedy = path, holding, remedy
         self._descriptor: int | None = None
 

@@ -14,10 +14,10 @@ _MOST_BYTES: Final = 16 << 20  # the config of a model takes some thousand
 
 
 def read_small(path: str | Path) -> str:
-    """The text of a file that somebody wrote or a program saved, without a byte order mark.
+    """Read a text file, without its byte order mark.
 
     Raises:
-        OSError: it cannot be read; it is a folder, a pipe or a device, of which some never end; or it is too large.
+        OSError: it cannot be read; it is a folder, a pipe or a device (some never end); or it is too large.
         UnicodeDecodeError: it is not UTF-8.
     """
     mode = os.stat(path).st_mode

@@ -1,7 +1,7 @@
-"""JSON files that say whether they were changed, and digests of files beside them.
+"""Signed JSON files, which reveal a change, and digests of neighbouring files.
 
-A signed file is ``{"sha256": ..., "manifest": {...}}``: the digest is that of the inner object as canonical JSON, so
-that a change to what describes other files is found like one to them. Nothing here is executed.
+A signed file is ``{"sha256": ..., "manifest": {...}}``: the digest covers the inner object as canonical JSON, so a
+change to the description of other files is found like a change to these files. Nothing here is executed.
 """
 
 import hashlib
@@ -19,26 +19,26 @@ def signed(values: object) -> str:
     return json.dumps({"sha256": digest_of(values), "manifest": values}, allow_nan=False)
 
 
-def read_signed(path: Path, missing: str) -> Any:
-    """Return the content of a signed file; ``missing`` says what its absence means.
+def read_signed(path: Path, reason: str) -> Any:
+    """Return the content of a signed file; ``reason`` says what its absence means.
 
     Raises:
         CheckpointError: it is missing, cut or changed; one line that names the file.
     """
     try:
         if path.stat().st_size > _MAX_BYTES:
-            raise CheckpointError(f"{path}: {path.stat().st_size} bytes are too many for a manifest")
+            raise CheckpointError(f"{path}: {path.stat().st_size} bytes are too many for a manifest; use another")
         # Decoded here: json.loads guesses the encoding of bytes.
         whole: Any = json.loads(path.read_bytes().decode("utf-8"))
         if not isinstance(whole, dict) or set(cast(dict[str, Any], whole)) != {"sha256", "manifest"}:
-            raise CheckpointError(f"{path}: is not a manifest of ringspan")
+            raise CheckpointError(f"{path}: is not a manifest of ringspan; give a folder that it wrote")
         values, expected = cast(dict[str, Any], whole)["manifest"], cast(dict[str, Any], whole)["sha256"]
         found = digest_of(values)
         if expected != found:
             expected = shortened(str(expected))
-            raise CheckpointError(f"{path}: changed after it was written (sha256 {found}, expected {expected})")
+            raise CheckpointError(f"{path}: changed after it was written (sha256 {found}, must be {expected})")
     except FileNotFoundError:
-        raise CheckpointError(f"{path}: is missing; {missing}") from None
+        raise CheckpointError(f"{path}: is missing; {reason}") from None
     except CheckpointError:
         raise
     except (OSError, ValueError, RecursionError) as error:

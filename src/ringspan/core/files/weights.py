@@ -20,14 +20,17 @@ _SHARD: Final = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 def weights_in(
     names: Collection[str], read: Callable[[str], str], *, named: Any = None, variant: str | None = None
 ) -> dict[str, set[str]]:
-    """The files of weights among some names, each with the tensors that an index expects in it: the file that the
-    config names (``transformers_weights``), else the single one, else those of the index.
+    """Return the weight files among some names, each with the tensors that an index expects in it.
+
+    The file that the config names (``transformers_weights``), else the single one, else the index's.
 
     Raises:
         ConfigError: there are none in safetensors, or the index, which ``read`` gives, cannot be read.
     """
     if named is not None and not (_is_inside(named) and named.endswith((".safetensors", ".safetensors.index.json"))):
-        raise ConfigError(f"transformers_weights = {named!r} in {MODEL_CONFIG} is no safetensors file of this folder")
+        raise ConfigError(
+            f"transformers_weights = {named!r} in {MODEL_CONFIG} is no safetensors file of this folder; use one"
+        )
     single, index = (_of_variant(name, variant) for name in (WEIGHTS, INDEX))
     opened = named if named is not None else next((name for name in (single, index) if name in names), None)
     if opened is None:
@@ -38,7 +41,7 @@ def weights_in(
     try:
         for name, file in json.loads(read(opened))["weight_map"].items():
             if not _is_inside(file):
-                raise ConfigError(f"{opened}: {name} is in {file!r}, which is no file of this folder")
+                raise ConfigError(f"{opened}: {name} is in {file!r}, which is no file of this folder; copy it there")
             found.setdefault(file, set()).add(name)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{opened}: cannot be read: {one_line(error)}") from error
@@ -46,7 +49,7 @@ def weights_in(
 
 
 def files_to_download(names: Collection[str], read: Callable[[str], str], *, variant: str | None = None) -> list[str]:
-    """The files of a repository, of some names, that make its model, or its adapter; of weights no second copy.
+    """Select a repository's files that its model or adapter needs, without second copies of weights.
 
     Raises:
         ConfigError: as ``weights_in``.
@@ -61,7 +64,7 @@ def files_to_download(names: Collection[str], read: Callable[[str], str], *, var
 
 
 def refuse_beside(names: Collection[str], *, adapter: bool) -> None:
-    """Refuse what transformers opens in a local folder beside its weights, or before them.
+    """Refuse files that transformers opens in addition to a local folder's weights, or before them.
 
     Raises:
         ConfigError: a checkpoint in shards of ranks; an adapter, unless ``adapter`` says that it is taken into account.
@@ -86,7 +89,7 @@ def _is_inside(name: Any) -> bool:
 
 
 def _why_none(names: Collection[str], single: str, index: str) -> str:
-    """Return why there are no weights: a file that might be taken for some, and what to do."""
+    """Return why no weights were found: a file that resembles weights, and what to do."""
     first = min((name for name in names if name.endswith((".safetensors", *_PICKLES))), default=None)
     found, remedy = f"neither {single} nor {index}", "save it with save_pretrained"
     if {WEIGHTS, INDEX} & set(names):

@@ -1,1 +1,1 @@
-"""Layouts, masks, and the tiles where they meet."""
+"""Layouts, masks, and the tiles of their intersections."""

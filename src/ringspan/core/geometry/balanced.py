@@ -1,6 +1,6 @@
 """A layout for a mask: equal tokens and equal work per rank, and as little as possible to send.
 
-Documents go to ranks whole where they fit, and are cut where balance needs it: ``placing`` and ``cuts`` say how.
+Documents go to ranks whole if they fit, and are cut if balance needs it: ``placing`` and ``cuts`` say how.
 """
 
 from collections.abc import Sequence
@@ -23,9 +23,9 @@ _LEAST_LEEWAY: Final = 0.25  # of the tolerances: with less, far more is sent fo
 def balanced(mask: Mask, *, length: int, ranks: int, chunk_tokens: int = CHUNK_TOKENS) -> CustomLayout:
     """Return the layout over ``ranks`` ranks that balances this mask on a sequence of ``length`` tokens.
 
-    Every rank holds ``ceil(length / ranks)`` tokens, the last few of some ranks padding. Deterministic: a function of
-    its arguments alone, so that all ranks find the same. For balance a document is cut into no more chunks than have
-    ``chunk_tokens`` each on average; where it does not fit, as many tokens of it as there is room for may be fewer.
+    Every rank holds ``ceil(length / ranks)`` tokens, the last few of some ranks padding. Deterministic: it depends only
+    on its arguments, so all ranks find the same. Chunks that are cut for balance have ``chunk_tokens`` or more on
+    average; chunks that are cut for lack of room may be smaller.
 
     Raises:
         LayoutError: a length, a number of ranks or a size of chunks below one.
@@ -44,7 +44,7 @@ def batch_layout(name: BatchLayoutName, length: int, ranks: int, documents_of: S
     """Return the layout of ``length`` tokens of these documents (or one): a named one, or ``balanced`` for their mask.
 
     Raises:
-        LayoutError: there is no such layout.
+        LayoutError: an unknown layout.
     """
     if not is_a(name, str):
         raise LayoutError(f"a layout's name must be one of {', '.join(BATCH_LAYOUT_NAMES)}, got {described(name)}")

@@ -1,4 +1,4 @@
-"""A document that is cut: which of its chunks go to which of its ranks, so that each gets the work that it should."""
+"""Cut documents: their chunks, assigned so that each rank gets its share of the work."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -16,7 +16,7 @@ _SWEEPS: Final = 4  # over all cut documents
 
 @dataclass
 class Cut:
-    """A document on several ranks, with as many tokens of it as each of them holds."""
+    """A document on several ranks, and each rank's number of its tokens."""
 
     stretch: int
     ranks: IntArray
@@ -37,7 +37,8 @@ def cut_by_work(
     some: Stretches, stretch: int, ranks: IntArray, counts: IntArray, wanted: FloatArray, above: float
 ) -> Cut:
     """Cut two chunks per rank, an early one (little work) and a late one (much), that sum to the wanted work.
-    One chunk where that costs at most ``above`` more, as under a window.
+
+    One chunk if that costs at most ``above`` more, as under a window.
     """
     in_order = cut_in_order(some, stretch, ranks, counts)
     if (in_order.pairs - wanted).max() <= above:
@@ -59,17 +60,17 @@ def cut_by_work(
 
 
 def level(some: Stretches, cuts: list[Cut], lacking: FloatArray, above: float, above_in_order: float) -> None:
-    """Cut documents anew, with other early and late chunks, where that takes work from ranks that have too much.
+    """Cut documents again, with other early and late chunks, if that relieves ranks with too much work.
 
-    Ranks keep their tokens and documents, so hardly more is sent. What a rank has too much goes on from document to
-    document, over the ranks that share them.
+    Ranks keep their tokens and documents, so hardly more is sent. A rank's excess passes from document to document,
+    over the ranks that share them.
 
     Args:
         some: the documents.
         cuts: the cut ones, changed in place.
         lacking: the work that each rank lacks, changed in place.
         above: the work that a rank may have too much.
-        above_in_order: what it may have too much of one document, so that this has one chunk per rank.
+        above_in_order: the excess allowed within one document, so that it has one chunk per rank.
     """
     for _ in range(_SWEEPS):
         is_changed = False

@@ -19,11 +19,7 @@ from ringspan.core.names import LAYOUT_NAMES, LayoutName, find_name
 
 
 def layout_name(name: str) -> LayoutName:
-    """``name`` as the name of a layout.
-
-    Raises:
-        LayoutError: there is no such layout.
-    """
+    """Return ``name`` if it is the name of a layout, else raise LayoutError."""
     if not is_a(name, str):
         raise LayoutError(f"a layout's name must be one of {', '.join(LAYOUT_NAMES)}, got {described(name)}")
     return find_name("layout", name, LAYOUT_NAMES, LayoutError)
@@ -46,12 +42,12 @@ class Layout:
     """Positions that each rank of a ring holds.
 
     ``contiguous``: rank r holds ``[r T, (r + 1) T)``. ``striped`` (Brandon et al. 2023): rank r holds ``r, r + N,
-    ...``. ``zigzag``: of 2N chunks, rank r holds chunks r and 2N - 1 - r. The last two balance causal work.
-    The sequence is padded at its end to ``padded_length``; no key position at or past ``length`` is ever attended to.
-    With ``members`` above one a part belongs to a Ulysses group of so many devices, which ``ranks`` counts as one.
+    ...``. ``zigzag``: of 2N chunks, rank r holds chunks r and 2N - 1 - r. The last two balance causal work. The
+    sequence is padded at its end to ``padded_length``; no key position at or past ``length`` is ever attended to. With
+    ``members`` above one a part belongs to a Ulysses group of ``members`` devices, which ``ranks`` counts as one.
 
     Raises:
-        LayoutError: unknown name, or a length or number of ranks that is no integer or below one.
+        LayoutError: unknown name, or a length or number of ranks that is not an integer or below one.
     """
 
     name: LayoutName
@@ -72,7 +68,7 @@ class Layout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Short identity of a layout beside its length, which ranks compare; short even for thousands of runs."""
+        """Short identity of a layout, apart from its length, which ranks compare; short even for thousands of runs."""
         return self.name
 
     @property
@@ -93,14 +89,14 @@ class Layout:
         return self.tokens_per_rank
 
     def spans(self, rank: int) -> tuple[Span, ...]:
-        """The spans of one rank, in the order in which it stores them; adjacent ones are joined.
+        """Return the spans of one rank in storage order; adjacent ones are joined.
 
         Raises:
             LayoutError: no rank of this layout.
         """
         rank = integer(rank, "rank", LayoutError)
         if not 0 <= rank < self.ranks:
-            raise LayoutError(f"rank {rank} is not in a layout of {self.ranks} ranks")
+            raise LayoutError(f"rank {rank} is not in a layout of {self.ranks} ranks; give 0 to {self.ranks - 1}")
         tokens = self.tokens_per_rank
         if self.name == "contiguous":
             return (Span(rank * tokens, tokens),)
@@ -128,7 +124,7 @@ class Layout:
         return tuple(range(group * self.members, (group + 1) * self.members))
 
     def places(self, member: int) -> tuple[slice, ...]:
-        """Return the places of a member's tokens in its group's storage, in the order in which the member stores them.
+        """Return the places of a member's tokens in its group's storage, in the member's storage order.
 
         Slices of equal length: one, or for zigzag one for either chunk.
         """
@@ -181,12 +177,12 @@ def _wrong(start: int, count: int, step: int, end: int) -> str:
 
 @dataclass(frozen=True)
 class CustomLayout(Layout):
-    """Any runs of consecutive positions per rank, in the order in which the rank stores them; ``of`` makes one.
+    """Any runs of consecutive positions per rank, in storage order; construct with ``of``.
 
     ``CustomLayout.of([[(0, 3), (10, 2)], [(3, 5)]])``: rank 0 holds 0, 1, 2, 10, 11 and rank 1 holds 3 to 7. Positions
     count tokens of the global sequence from 0. Those at or past ``length`` are padding, as in every layout; those that
     no rank holds, here 8 and 9, do not exist: ``ring_attention`` takes such a layout, ``shard`` and ``unshard`` do not.
-    ``ring_attention`` and ``unshard`` need as many tokens on every rank.
+    ``ring_attention`` and ``unshard`` need equally many tokens on every rank.
 
     Raises:
         LayoutError: no rank, a run without positions or with a step, a negative position, or one that two runs hold.
@@ -196,14 +192,14 @@ class CustomLayout(Layout):
 
     @staticmethod
     def of(parts: Iterable[Iterable[tuple[int, int]]], length: int | None = None) -> "CustomLayout":
-        """From the runs of each rank.
+        """Build a layout from the runs of each rank.
 
         Args:
             parts: of each rank, runs (start, count): its first position and its number of tokens.
             length: tokens of the global sequence without padding; when None, up to the last position that is held.
 
         Raises:
-            LayoutError: what is no such list, or anything that the class refuses.
+            LayoutError: not such a list, or anything that the class refuses.
         """
         try:
             spans = tuple(tuple(starmap(Span, runs)) for runs in parts)
@@ -288,7 +284,7 @@ class CustomLayout(Layout):
     def spans(self, rank: int) -> tuple[Span, ...]:
         rank = integer(rank, "rank", LayoutError)
         if not 0 <= rank < self.ranks:
-            raise LayoutError(f"rank {rank} is not in a layout of {self.ranks} ranks")
+            raise LayoutError(f"rank {rank} is not in a layout of {self.ranks} ranks; give 0 to {self.ranks - 1}")
         return self.parts[rank]
 
     def grouped(self, members: int) -> Layout:

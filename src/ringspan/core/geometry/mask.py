@@ -70,12 +70,12 @@ def _subtract(a: Region, b: Region) -> Iterator[Region]:
 
 @dataclass(frozen=True)
 class Mask:
-    """Allowed pairs as disjoint regions. Make one with ``causal()`` and its siblings; combine with ``&`` and ``|``.
+    """Allowed pairs as disjoint regions. Create one with ``causal()`` and its siblings; combine with ``&`` and ``|``.
 
-    Equality and hash look at the regions alone; ``name`` is what a person calls the mask.
+    Equality and hash consider only the regions; ``name`` is for people.
 
     Raises:
-        MaskError: regions that are no tuple of them.
+        MaskError: regions that are not a tuple of them.
     """
 
     regions: tuple[Region, ...]
@@ -135,8 +135,7 @@ class Mask:
 
     @staticmethod
     def parse(text: str) -> "Mask":
-        """Read ``causal``, ``full``, ``window:W``, ``prefix:P``, ``documents:L1,L2,...``, ``frames:L1,L2,...`` or a
-        ``Mask.spec``.
+        """Read ``causal``, ``full``, ``window:W``, ``prefix:P``, ``documents:L1,...``, ``frames:L1,...`` or a ``spec``.
 
         Raises:
             MaskError: anything else; the message lists the forms. Regions that overlap.
@@ -174,11 +173,7 @@ class Mask:
                 )
 
     def check_disjoint(self) -> None:
-        """Refuse regions of which two allow the same pair.
-
-        Raises:
-            MaskError: naming them.
-        """
+        """Raise MaskError for overlapping regions, which allow a pair twice."""
         if self.overlap:
             one, other = (Mask((region,)).spec for region in self.overlap)
             raise MaskError(f"two regions of the mask overlap: {one} and {other}; combine masks with | instead")
@@ -192,7 +187,7 @@ class Mask:
         return rows[(rows[:, 0] < rows[:, 1]) & (rows[:, 2] < rows[:, 3])]
 
     def dense(self, query_positions: NDArray[np.int64], key_positions: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """The mask as a boolean matrix over the given positions, for tests and pictures. Shape (queries, keys).
+        """Return the mask as a boolean matrix (queries, keys) over the given positions, for tests and pictures.
 
         Raises:
             MaskError: two regions allow the same pair (the regions were not disjoint).
@@ -210,7 +205,7 @@ class Mask:
 def _parse_region(text: str) -> Region:
     fields = text.split(",")
     if len(fields) != 6:
-        raise MaskError(f"a region is six numbers q0,q1,k0,k1,lo,hi; got {text!r}")
+        raise MaskError(f"a region must be six numbers q0,q1,k0,k1,lo,hi; got {text!r}")
     region = Region(*(int(field) if field else default for field, default in zip(fields, Region(), strict=True)))
     if max(map(abs, region)) > UNBOUNDED:
         raise MaskError(f"the numbers of a region are at most 2**60, got {text!r}")
@@ -283,8 +278,9 @@ def documents(lengths: Sequence[int] | Iterable[int], *, window: int | None = No
 
 
 def frames(lengths: Sequence[int] | Iterable[int], *, window: int | None = None) -> Mask:
-    """Block-causal attention of video models: a query sees all keys of its own frame, both ways, and of the frames
-    before it; of the last ``window`` frames, its own among them, when that is given.
+    """Block-causal mask of video models: a query sees its own frame, both ways, and earlier frames.
+
+    With ``window``, only the last ``window`` frames, its own among them.
 
     With f(i) the frame of position i: ``f(k) <= f(q)`` and ``f(q) - f(k) < window``. Positions past the last frame see
     nothing.

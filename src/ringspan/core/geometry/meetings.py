@@ -1,9 +1,10 @@
 """Meetings of two sides of an attention under a mask, found without trying spans and regions that are far apart.
 
 Layouts hold runs of consecutive positions or, striped, every N-th position. Of runs in the order of positions, those
-that a region meets lie between two binary searches. Stripes all meet every long region, but most of them alike: rank a
-holds the positions ``a + N i``, so over all ranks the index at which a region begins or ends takes two values, and a
-bound on ``q - k`` three over all differences of two ranks. A region has few ``Cells``, however many ranks there are.
+that a region meets lie between two binary searches. Stripes all meet every long region, but most of them in the same
+way: rank a holds the positions ``a + N i``, so over all ranks the index at which a region begins or ends takes two
+values, and a bound on ``q - k`` three over all differences of two ranks. A region has few ``Cells``, however many ranks
+there are.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,7 +33,7 @@ class Runs(NamedTuple):
 
     @staticmethod
     def of(blocks: Sequence[Spans], first_stored: Sequence[int]) -> "Runs":
-        """From the spans of each block and the index from which on it stores them."""
+        """Build runs from each block's spans and the storage index of its first one."""
         numbers = chain.from_iterable(chain.from_iterable(blocks))
         start, count, _ = np.fromiter(numbers, np.int64).reshape(-1, 3).T
         held = np.array(list(map(len, blocks)))
@@ -77,7 +78,7 @@ def meet_runs(queries: Runs, keys: Runs, regions: IntArray) -> Iterator[Meetings
 
 
 class Cells(NamedTuple):
-    """Stripe pairs that meet a region alike: queries a in [q0, q1), keys b in [k0, k1), ``d0 <= a - b < d1``."""
+    """Stripe pairs that meet a region the same way: queries a in [q0, q1), keys b in [k0, k1), ``d0 <= a - b < d1``."""
 
     q0: IntArray
     q1: IntArray
@@ -88,7 +89,7 @@ class Cells(NamedTuple):
     met: IntArray
 
     def keys_of(self, query: int) -> tuple[IntArray, IntArray]:
-        """The stripes of keys in each cell of one stripe of queries that this meets: from, and up to."""
+        """Return the first and last stripe of keys (exclusive) in each cell that a stripe of queries meets."""
         return np.maximum(self.k0, query - self.d1 + 1), np.minimum(self.k1, query - self.d0 + 1)
 
     def summed(self, weights: IntArray, step: int) -> IntArray:
@@ -110,7 +111,7 @@ class Cells(NamedTuple):
 
 
 def stripe_cells(step: int, q_count: int, k_count: int, regions: IntArray, query: int | None = None) -> Cells:
-    """The cells of all regions, for a stripe from each of 0 to ``step - 1`` on either side, or one alone of queries."""
+    """Return the cells of all regions, for stripes 0 to ``step - 1`` on either side, or one stripe of queries."""
     q0, q1, k0, k1, low, high = (regions % step).T
     first, last = np.zeros_like(q0), np.full_like(q0, step)
     q_edges, k_edges, d_edges = (
@@ -172,9 +173,9 @@ def bands_between(
 ) -> list[tuple[Tile, ...]]:
     """Return for each block all tiles of my queries against its keys, or of its queries against my keys.
 
-    Tiles are joined where they touch, each with any band. No two blocks hold the same positions.
+    Tiles that touch are joined, each with any band. No two blocks hold the same positions.
 
-    Rows and columns are indices into what an owner stores; ``first_stored`` are those of the blocks' first tokens.
+    Rows and columns are indices into an owner's storage; ``first_stored`` has the index of each block's first token.
     """
     regions = transposed(regions) if passes_queries else regions
     if not mine or mine[0].step == 1:
@@ -235,7 +236,7 @@ def _stripe_bands(cells: Cells, query: int, keys: IntArray, passes_queries: bool
 
 
 def _touching(tiles: list[Tile], bounds: IntArray) -> Iterator[tuple[int, int]]:
-    """Yield indices of tiles beside or above a FULL one of the same rows or keys: only those can ``join``."""
+    """Yield indices of tiles next to or above a FULL one of the same rows or keys: only those can ``join``."""
     q0, q1, k0, k1, lo, hi = bounds
     above: dict[tuple[int, int, int], list[int]] = {}
     beside: dict[tuple[int, int, int], list[int]] = {}

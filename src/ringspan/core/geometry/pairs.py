@@ -30,13 +30,13 @@ class Stretches:
     """First region of each stretch, and the number of regions at the end."""
 
     def before(self, stretch: int, positions: IntArray) -> IntArray:
-        """Allowed pairs of a stretch whose query lies before each position. Shape of ``positions``."""
+        """Count a stretch's allowed pairs whose query lies before each position. Shape of ``positions``."""
         some = self.regions[self.first_region[stretch] : self.first_region[stretch + 1]]
         return pairs_before(some, positions[:, None]).sum(1)
 
 
 def stretches(mask: Mask, length: int) -> Stretches:
-    """The stretches of a sequence; positions that see nothing and that nobody sees are stretches without pairs."""
+    """Split a sequence into stretches; positions that neither see nor are seen form stretches without pairs."""
     regions = _bound(mask.table(length, length))
     # A region ties together all from its first query or key to its last.
     firsts, lasts = np.minimum(regions[:, 0], regions[:, 2]), np.maximum(regions[:, 1], regions[:, 3])
@@ -68,7 +68,7 @@ def pairs_before(regions: IntArray, positions: IntArray) -> IntArray:
 
 
 def _clipped(first: IntArray, last: IntArray, shift: IntArray, k0: IntArray, k1: IntArray) -> IntArray:
-    """The sum of ``clip(q - shift, k0, k1)`` over q in [first, last)."""
+    """Sum ``clip(q - shift, k0, k1)`` over q in [first, last)."""
     low, high = (np.minimum(np.maximum(key + shift, first), last) for key in (k0, k1))
     middle = (low + high - 1) * (high - low) // 2 - shift * (high - low)
     return (low - first) * k0 + middle + (last - high) * k1

@@ -1,4 +1,4 @@
-"""Placement of documents on ranks: whole where it fits, and over as few ranks as balance allows.
+"""Placement of documents on ranks: whole if they fit, and over as few ranks as balance allows.
 
 Documents (``Stretches``) are placed from the most work per token to the least. What counts of a rank is its excess: the
 work that it lacks beyond what it would get if all its free tokens were filled with the average of the documents still
@@ -61,8 +61,9 @@ class Placing:
         level(self.some, self.cuts, self.lacking, self.slack, self.over)
 
     def _place_large(self, documents: IntArray, densities: list[float]) -> None:
-        """Place documents that are much of a rank's work whole, if what comes can still balance all ranks.
-        Balance is monotonic, so ever more are placed at a time, and fewer again where that fails.
+        """Place documents that are much of a rank's work whole, if the rest can still balance all ranks.
+
+        Balance is monotonic, so ever more are placed at a time, and fewer again after a failure.
         """
         done, together = 0, 1
         while done < len(documents):
@@ -83,7 +84,7 @@ class Placing:
                 together = max(1, len(homes) // 2)
 
     def _bound(self, missing: float, more: float) -> float:
-        """How much work may be left to no rank where ``missing`` is anyway, and so much of the slack may come to it."""
+        """Return the work that may stay unplaced, given ``missing`` and the slack that may come to it."""
         return max(self.slack, missing + more * self.slack)
 
     def _homes(self, documents: IntArray, densities: list[float]) -> list[int]:
@@ -177,7 +178,7 @@ class Placing:
         self.missing = self._missing(self.free, self.lacking)
 
     def _place_small(self, documents: IntArray, density: float) -> None:
-        """Place each document on the rank with the largest excess that has room for it, or in pieces where none has."""
+        """Place each document on the rank with the largest excess that has room for it, or else in pieces."""
         excess = self.lacking - density * self.free
         # There are thousands of them, and Python reads one number at a time faster from a list than from an array.
         free, lacking = self.free.tolist(), self.lacking.tolist()

@@ -1,8 +1,8 @@
-"""Shares of a cache: positions that each rank holds of a sequence that grows while it is read and written.
+"""Shares of a cache: each rank's positions of a sequence that grows while it is read and written.
 
-Pure bookkeeping that every rank does alike, so that each knows what all of them hold. N ranks. New tokens come in two
-ways: many at once are split over the ranks like a sequence of their own, in 2N pieces of which rank r gets pieces r and
-2N - 1 - r (zigzag, which balances causal attention at every step); few are computed by every rank, and kept by one.
+Pure bookkeeping that every rank repeats, so that each knows what all of them hold. N ranks. New tokens come in two
+ways: many at once are split over the ranks like a separate sequence, in 2N pieces, with pieces r and 2N - 1 - r on rank
+r (zigzag, which balances causal attention at every step); few are computed by every rank, and kept by one.
 """
 
 from collections.abc import Iterable
@@ -32,7 +32,7 @@ class Shares:
         return tuple(sum(count for _, count in runs_from(runs, first)) for runs in self._runs)
 
     def split(self, count: int) -> CustomLayout:
-        """Add ``count`` new positions, at least two per rank, split over all ranks; the layout of these alone."""
+        """Add ``count`` new positions, at least two per rank, split over all ranks; return their layout."""
         pieces = 2 * self.ranks
         assert count >= pieces, "a piece of every rank has a token"
         counts = self.counts()
@@ -49,7 +49,7 @@ class Shares:
         return CustomLayout.of(map(_joined, new))
 
     def deal(self, count: int) -> CustomLayout:
-        """Add ``count`` new positions, in blocks to those who hold least; the layout of these alone."""
+        """Add ``count`` new positions, in blocks to the ranks that hold least; return their layout."""
         counts = list(self.counts())
         new: list[list[tuple[int, int]]] = [[] for _ in range(self.ranks)]
         start, end = self.length, self.length + count

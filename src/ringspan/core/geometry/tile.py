@@ -1,5 +1,6 @@
-"""Region x query span x key span -> tile, in local indices. The algebra is closed, so every mask on every layout is
-tiles.
+"""Region x query span x key span -> tile, in local indices.
+
+The algebra is closed, so every mask on every layout is tiles.
 
 A query span (start a, step s) and a key span (start b, same step) meet a region ``lo <= q - k <= hi``. With ``q = a + s
 i`` and ``k = b + s j`` the bound on ``s (i - j) + (a - b)`` becomes ``ceil((lo - (a - b)) / s) <= i - j <= floor((hi -
@@ -100,9 +101,9 @@ class Tile(NamedTuple):  # not a data class, of which thousands take long to mak
     def split(self) -> Iterator["Tile"]:
         """Yield the same pairs as tiles that flash kernels run: FULL, causal, or anticausal (causal when mirrored).
 
-        With a lower bound alone: at most one FULL rectangle (what the first row already sees, its diagonal excepted)
-        and one causal tile. With an upper bound alone: the mirror image. With both, a band of width w: for every w rows
-        one tile of either kind.
+        With only a lower bound: at most one FULL rectangle (what the first row already sees, its diagonal excepted) and
+        one causal tile. With only an upper bound: the mirror image. With both, a band of width w: for every w rows one
+        tile of either kind.
         """
         if self.is_full or self.is_causal or self.is_anticausal:
             yield self
@@ -119,7 +120,7 @@ class Tile(NamedTuple):  # not a data class, of which thousands take long to mak
                 yield from piece.shifted(self.q0, self.k0).split()
 
     def _split_band(self) -> Iterator["Tile"]:
-        """Pieces, counted from the corner, in which only one of the two bounds binds."""
+        """Split into pieces, counted from the corner, so that only one of the two bounds binds in each."""
         width = self.hi - self.lo + 1
         for first in range(0, self.num_rows, width):
             rows = first, min(first + width, self.num_rows)
@@ -173,7 +174,7 @@ def meet(
 def join(tiles: Iterable[Tile]) -> list[Tile]:
     """Join tiles into fewer with the same pairs: causal squares along a diagonal, FULL rectangles side by side.
 
-    Zigzag stores two chunks behind each other, so its own block comes as two triangles and a rectangle: one causal
+    Zigzag stores two chunks one after the other, so its own block comes as two triangles and a rectangle: one causal
     tile.
     """
     found = sorted(tiles)

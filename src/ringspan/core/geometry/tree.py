@@ -42,9 +42,7 @@ def tree(lengths: Iterable[int], parents: Iterable[int], *, window: int | None =
 
 
 class _Segments:
-    """Segments by their ends in storage. A run is a segment and those that continue each other right behind it: one
-    causal region.
-    """
+    """Segments by their ends in storage; a run is a chain of segments stored one after the other: one causal region."""
 
     def __init__(self, ends: list[int], parents: list[int]) -> None:
         self.ends, self.parents = ends, parents

@@ -31,7 +31,7 @@ def remedy(package: str) -> str:
 
 
 def command(package: str) -> str:
-    """Return the command that installs the extra of a package; there is no release that a name would find."""
+    """Return the command that installs a package's extra from a checkout, as it is not on PyPI."""
     return f"pip install '.[{EXTRAS[package]}]' in a checkout of ringspan"
 
 

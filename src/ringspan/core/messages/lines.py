@@ -10,7 +10,7 @@ LIMIT = 300
 
 
 def shortened(text: str, limit: int = LIMIT) -> str:
-    """A text on one line, of at most ``limit`` characters; what is too long ends after a whole word, with "..."."""
+    """Shorten a text to one line of at most ``limit`` characters, cut after a whole word with "..."."""
     line = " ".join(text.split())
     if len(line) <= limit:
         return line

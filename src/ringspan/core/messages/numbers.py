@@ -56,7 +56,7 @@ def is_a(value: Any, kind: type | tuple[type, ...]) -> bool:
 
 
 def described(value: Any) -> str:
-    """A value that is not what was asked for, in a few words: what it is and, where that is short, what it says."""
+    """Describe an unexpected value for an error message: its type, and its repr if short."""
     if isinstance(value, type) or (callable(value) and hasattr(value, "__name__")):
         return f"the {'class' if isinstance(value, type) else 'function'} {getattr(value, '__name__', '')}"
     if shape := tuple[Any, ...](getattr(value, "shape", ())):
@@ -80,8 +80,7 @@ def check_whole(name: str, value: Any, least: int = 1, *, otherwise: str = "") -
 
 
 def check_real(name: str, value: Any, least: float, below: float = float("inf"), *, above: bool = False) -> None:
-    """Check an option that is kept as it was given: a number in [least, below), or in (least, below) where it must be
-    ``above``.
+    """Check a numeric option, which is kept as given: in [least, below), or in (least, below) with ``above``.
 
     Raises:
         ConfigError: naming the option and the value.

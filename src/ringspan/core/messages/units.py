@@ -23,7 +23,7 @@ def shown_bandwidth(bytes_per_second: float) -> str:
 
 
 def shown_flops(flops: float) -> str:
-    """A number of floating-point operations: ``19.4 PFLOP``."""
+    """Format a number of floating-point operations: ``19.4 PFLOP``."""
     return _prefixed(flops, "FLOP")
 
 
@@ -57,7 +57,7 @@ def _prefixed(value: float, unit: str, *, is_whole: bool = False) -> str:
 
 
 def _digits(value: float) -> str:
-    """Three significant digits, in full where there are more before the point."""
+    """Format with three significant digits, more if the integer part has them."""
     if value == 0:
         return "0"
     decimals = 2 - floor(log10(abs(float(f"{value:.2e}"))))

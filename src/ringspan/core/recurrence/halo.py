@@ -21,7 +21,7 @@ class Loan(NamedTuple):
 
 
 def reach_back(places: Sequence[Place], number: int, width: int, starts: Sequence[int]) -> int:
-    """Count those of the ``width`` inputs before a span that are of its first token's document."""
+    """Count the inputs, of ``width`` before a span, that belong to its first token's document."""
     lowest = starts[bisect_right(starts, places[number].start) - 1]
     found = 0
     while number and found < width and places[number - 1].end > lowest:

@@ -1,7 +1,7 @@
 """Layers with a state, token by token in float64: the oracles of every back end.
 
-Each returns its outputs and the state behind the last token, from a state before the first one. B batch, T tokens, H
-heads, K key size, V value size, C channels, N state size. A state is 0 where none is given.
+Each returns its outputs and the state after the last token, from a state before the first one. B batch, T tokens, H
+heads, K key size, V value size, C channels, N state size. A missing state is 0.
 """
 
 import numpy as np
@@ -34,10 +34,10 @@ def delta_rule(
 def state_space_dual(
     x: Array, dt: Array, a: Array, b: Array, c: Array, d: Array | None = None, state: Array | None = None
 ) -> tuple[Array, Array]:
-    """Mamba-2 (Dao and Gu 2024, arXiv 2405.21060): ``S_t = exp(a dt_t) S_{t-1} + dt_t x_t b_t^T``, ``y_t = S_t c_t + d
-    x_t``.
+    """Mamba-2: ``S_t = exp(a dt_t) S_{t-1} + dt_t x_t b_t^T``, ``y_t = S_t c_t + d x_t``.
 
-    x (B, T, H, V), dt (B, T, H), a and d (H,), b and c (B, T, H, N). State (B, H, V, N).
+    x (B, T, H, V), dt (B, T, H), a and d (H,), b and c (B, T, H, N). State (B, H, V, N). Source: Dao and Gu 2024, arXiv
+    2405.21060.
     """
     batch, tokens, heads, size = x.shape
     states = np.zeros((batch, heads, size, b.shape[-1])) if state is None else state.astype(np.float64)
@@ -52,10 +52,9 @@ def state_space_dual(
 def selective_scan(
     x: Array, dt: Array, a: Array, b: Array, c: Array, d: Array | None = None, state: Array | None = None
 ) -> tuple[Array, Array]:
-    """Mamba (Gu and Dao 2023, arXiv 2312.00752): ``s_t = exp(a dt_t) s_{t-1} + dt_t b_t x_t``, ``y_t = s_t c_t + d
-    x_t``.
+    """Mamba: ``s_t = exp(a dt_t) s_{t-1} + dt_t b_t x_t``, ``y_t = s_t c_t + d x_t``.
 
-    x and dt (B, C, T), a (C, N), b and c (B, N, T), d (C,). State (B, C, N).
+    x and dt (B, C, T), a (C, N), b and c (B, N, T), d (C,). State (B, C, N). Source: Gu and Dao 2023, arXiv 2312.00752.
     """
     batch, channels, tokens = x.shape
     states = np.zeros((batch, channels, a.shape[1])) if state is None else state.astype(np.float64)

@@ -1,11 +1,11 @@
 """The scan of spans' affine maps, as rounds of messages between spans.
 
-Span j maps a state to ``A_j S + B_j``. What all spans up to j make of nothing is its prefix, ``B_j + A_j (B_{j-1} +
-A_{j-1} ...)``, and the state that span j + 1 takes. In a chain each prefix goes to the next span, as soon as it is
-there: one state per span travels, in as many rounds as there are spans. Over more spans, prefixes are made in a
-logarithmic number of rounds (Hillis and Steele 1986), of messages that hold the map as well.
+Span j maps a state to ``A_j S + B_j``. The result of all spans up to j from a zero state is its prefix, ``B_j + A_j
+(B_{j-1} + A_{j-1} ...)``, and the state that span j + 1 takes. In a chain each prefix goes to the next span as soon as
+it is ready: one state per span, in one round per span. Over more spans, prefixes are computed in a logarithmic number
+of rounds (Hillis and Steele 1986), with messages that hold the map as well.
 
-Of four spans where a document begins inside the third one, whose prefix needs nobody: a chain of two rounds.
+Four spans, with a document that begins inside the third, whose prefix needs no other: a chain of two rounds.
 
     round 0    0 -> 1, 2 -> 3
     round 1    1 -> 2
@@ -21,10 +21,10 @@ CHAIN_SPANS: Final = 8
 
 
 class Message(NamedTuple):
-    """Message of one span to another one behind it, and its use there.
+    """Message from a span to a later one, and its use there.
 
     ``has_map``: A comes with B, because the sender's is not the whole prefix yet. ``composes``: the target's map is
-    applied behind it. ``is_state``: it is the state that the target takes.
+    applied after it. ``is_state``: it is the state that the target takes.
     """
 
     source: int
@@ -38,9 +38,9 @@ Rounds = tuple[tuple[Message, ...], ...]
 
 
 def scan_rounds(links: Links, *, chain_spans: int = CHAIN_SPANS) -> Rounds:
-    """Return rounds of messages that give each span its state. A round's messages hold what was before it.
+    """Return rounds of messages that give each span its state. A round's messages hold the values before it.
 
-    Spans are in the order in which states go through them; one that does not pass states on has A = 0.
+    Spans are in the order of the state's path; one that does not pass states on has A = 0.
     """
     rounds: dict[int, list[Message]] = {}
     for first, last in _runs(links):
@@ -52,7 +52,7 @@ def scan_rounds(links: Links, *, chain_spans: int = CHAIN_SPANS) -> Rounds:
 
 
 def _runs(links: Links) -> Iterator[tuple[int, int]]:
-    """Yield first and last span of each run that a state goes through; the first prefix needs nobody."""
+    """Yield first and last span of each run that a state passes through; the first prefix needs no other."""
     first = 0
     for span in range(1, len(links.takes) + 1):
         takes = span < len(links.takes) and links.takes[span]

@@ -1,8 +1,8 @@
-"""Spans in the order of positions, cut where documents begin: what one recurrent state runs through.
+"""Spans in the order of positions, cut at the start of documents: the path of one recurrent state.
 
 A layer with a state maps it affinely over consecutive tokens: ``state_out = A state_in + B``. A span is consecutive
 tokens of one rank. A document begins with a state of zero, so a span is cut there: its first piece continues the span
-before, its last piece is continued by the span behind.
+before, the next span continues its last piece.
 """
 
 from bisect import bisect_left, bisect_right
@@ -14,7 +14,7 @@ from ringspan.core.geometry.layout import Layout
 
 
 class Place(NamedTuple):
-    """A span: of which rank, which of its spans in storage order, its first token there, and its positions."""
+    """A span: its rank, its number and first token in the rank's storage, and its positions."""
 
     rank: int
     place: int
@@ -81,7 +81,7 @@ def continues(places: Sequence[Place], number: int, starts: Sequence[int]) -> bo
 
 
 def passes(places: Sequence[Place], number: int, starts: Sequence[int]) -> bool:
-    """Return whether the state that a span takes goes on behind it, since no document begins in it."""
+    """Return True if a span passes on the state that it takes: no document begins in it."""
     return continues(places, number, starts) and len(pieces_of(places[number], starts)) == 1
 
 

@@ -40,11 +40,10 @@ def choose_route(
     layout: Layout, mask: Mask, shape: Shape, speeds: Speeds, keys: Layout | None = None, *, comm_dtype: str = "exact"
 ) -> Choice:
     """Return the quickest route by the model; of the two rings the smaller messages unless one is clearly quicker.
-    quicker.
 
-    The rings are that of keys and values and, where queries, out and lse are fewer bytes, that of queries. Further
-    candidates: see ``other_routes``. ``keys`` is where the keys live when they are another sequence. ``comm_dtype`` is
-    what keys and values are sent as; anything but ``exact`` rules out the ring of queries.
+    One ring sends keys and values; the other sends queries, if queries, out and lse are fewer bytes. For further
+    candidates see ``other_routes``. ``keys`` is the keys' layout if they are another sequence. ``comm_dtype`` is the
+    dtype of keys and values in messages; anything but ``exact`` rules out the ring of queries.
     """
     plain, keys = "ring", keys or layout
     if comm_dtype == "exact":
@@ -71,8 +70,10 @@ def cheaper_route(queries: Layout, keys: Layout, mask: Mask, shape: Shape) -> st
 
 
 def other_routes(ranks: int, shape: Shape, ranks_per_node: int) -> Iterator[str]:
-    """What there is beside the ring, for keys and values: the double ring when there are several nodes, all-gather, and
-    Ulysses groups of every size that the heads allow, with a ring between them.
+    """List the routes of keys and values other than the ring.
+
+    The double ring if there are several nodes, all-gather, and Ulysses groups of every size that the heads allow, with
+    a ring between them.
 
     Without ``bidirectional``: the model has one link into a rank, whichever way a block comes.
     """
@@ -97,10 +98,10 @@ def head_groups(
 ) -> int:
     """Return the number of groups of heads that run one after the other: the same on every rank.
 
-    So many that ``blocks`` blocks of one group weigh no more than two of all heads, as far as there are key/value
-    heads. Beyond that up to eight, so that blocks are small and the last gradients of a group travel while the next one
-    is computed, as long as a call has work enough and there are heads for all that compute ``at_once``. ``num_heads``
-    are those of all sequences of the batch, ``tile_pairs`` those of ``Schedule``.
+    Enough that ``blocks`` blocks of one group weigh no more than two of all heads, as far as there are key/value heads.
+    Beyond that up to eight, so that blocks are small and the last gradients of a group travel while the next one is
+    computed, as long as a call has work enough and there are heads for all that compute ``at_once``. ``num_heads``
+    counts the heads of all sequences of the batch; ``tile_pairs`` is ``Schedule``'s.
     """
     if ranks == 1:
         return 1
@@ -115,11 +116,7 @@ def head_groups(
 
 
 def check_segments(checkpoint: str, layers_per_checkpoint: int) -> None:
-    """Refuse segments of no layers, and of layers that are not checkpointed.
-
-    Raises:
-        ConfigError: naming the value.
-    """
+    """Raise ConfigError for segments of no layers, and of layers that are not checkpointed."""
     check_whole("layers_per_checkpoint", layers_per_checkpoint)
     if layers_per_checkpoint > 1 and checkpoint == "none":
         raise ConfigError(
@@ -129,7 +126,7 @@ def check_segments(checkpoint: str, layers_per_checkpoint: int) -> None:
 
 
 def num_inputs(layers: int, layers_per_checkpoint: int) -> int:
-    """Return the most layer inputs held when so many layers share one: kept, and one segment's recomputed."""
+    """Return the most layer inputs held at once: the kept ones, and a segment's recomputed ones."""
     return -(-layers // layers_per_checkpoint) + layers_per_checkpoint - 1
 
 

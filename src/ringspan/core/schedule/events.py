@@ -1,5 +1,4 @@
-"""What one rank does in one pass over its schedule, as events in order: what it makes and frees, sends and waits for,
-computes and adds.
+"""Events of one rank in one pass over its schedule, in order: allocate, free, send, wait, compute, add.
 
 The passes of ``ringspan.torch.attention`` carry out exactly these: a test holds every message and every byte of the
 two together. Times (``core/schedule/timing.py``) and memory (``plan/cost/loop.py``) are read off the same events.
@@ -56,7 +55,7 @@ def forward(part: Part) -> Iterator[Event]:
 
 
 def backward(part: Part) -> Iterator[Event]:
-    """The events of a backward pass; that of queries as blocks goes by keys and values (``Route.backward``).
+    """Yield the events of a backward pass; with queries as blocks it sends keys and values (``Route.backward``).
 
     The gradients of a group of heads still reach their owner at the first hop of the next one.
     """
@@ -72,7 +71,7 @@ def backward(part: Part) -> Iterator[Event]:
 
 
 class _Walk:
-    """One group of heads on its way through the hops; holders are dropped where the loop drops its variables."""
+    """One group of heads on its way through the hops; holders are dropped when the loop drops its variables."""
 
     def __init__(self, part: Part, number: int) -> None:
         self.part, self.shape, self.hops = part, part.group, part.schedule.hops
@@ -89,7 +88,7 @@ class _Walk:
         self.sums = Buffer(0)  # of dk and dv
 
     def forward(self, last: list[Buffer]) -> Steps[list[Buffer]]:
-        """Run forward; ``last`` are the former group's sums and last arrival; return those of this one."""
+        """Run forward; ``last`` are the previous group's sums and last arrival; return this group's."""
         shape, part = self.shape, self.part
         partial = shape.batch * shape.heads * shape.sum_itemsize * (shape.value_dim + 1)
         local = self.total()
@@ -174,7 +173,7 @@ class _Walk:
         yield from drop(self.sums)
 
     def _arrive(self, hop: Hop) -> Steps[Buffer]:
-        """The block of a hop as it is computed with; those that follow are posted."""
+        """Return the block that a hop computes with; post the following ones."""
         coming = self.under_way.pop(hop.index, None)
         arrival = (yield from self._wait(coming)) if coming else None
         if hop.index:
@@ -212,7 +211,7 @@ class _Walk:
         return coded
 
     def _decode(self, coded: Buffer) -> Steps[Buffer]:
-        """Decode what arrived for computing: ``coded`` itself where it needs no converting."""
+        """Decode a received block for computing: ``coded`` itself if it needs no conversion."""
         if not self.is_converted:
             coded.holders += 1
             return coded

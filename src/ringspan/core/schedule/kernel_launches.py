@@ -85,8 +85,9 @@ def _square(tile: Tile) -> tuple[Tile, ...]:
 
 
 class Window(NamedTuple):
-    """Band in flash-attn's terms: keys ``row + shift - left`` to ``row + shift + right``, -1 for no bound; the shift
-    ``num_keys - num_rows`` aligns the ends.
+    """Band in flash-attn's terms: keys ``row + shift - left`` to ``row + shift + right``, -1 for no bound.
+
+    The shift ``num_keys - num_rows`` aligns the ends.
     """
 
     left: int
@@ -100,7 +101,7 @@ class Window(NamedTuple):
 
 @lru_cache(_CACHED)
 def chains(tiles: tuple[Tile, ...]) -> KernelLaunches:
-    """Return a call for tiles with the same window that lie behind each other in rows and keys: packed documents."""
+    """Return a call for tiles with one window, consecutive in rows and keys: packed documents."""
     found: dict[Window, list[list[Tile]]] = {}
     for tile in sorted(tiles):
         same = found.setdefault(Window.of(tile), [])
@@ -117,9 +118,9 @@ def chains(tiles: tuple[Tile, ...]) -> KernelLaunches:
 def windows(tiles: tuple[Tile, ...]) -> KernelLaunches:
     """Return ``chains`` of windows that FlashAttention 2 reads as they are meant, and squares for the others.
 
-    It takes a bound on the right of ``num_keys`` or more for none, and none beside one on the left for ``num_keys``.
-    Where there are more rows than keys the one would bind, and so does the other: the first rows would see keys that
-    they must not see, or miss keys that they must (``mha_varlen_fwd``, ``set_params_fprop`` of its flash_api.cpp).
+    It reads a right bound of ``num_keys`` or more as no bound, and no right bound with a left one as ``num_keys``. With
+    more rows than keys, both readings are wrong: the first rows would see keys that they must not see, or miss keys
+    that they must (``mha_varlen_fwd``, ``set_params_fprop`` of its flash_api.cpp).
     """
     return chains(tuple(part for tile in tiles for part in _readable(tile)))
 

@@ -1,5 +1,6 @@
-"""What of every owner's block is sent along a route, by whom, and what becomes of its gradient: for all ranks at once,
-without their tiles. ``schedule.py`` reads one rank's part off it.
+"""Parts of every owner's block sent along a route, their senders, and the path of the gradient.
+
+For all ranks at once, without their tiles; ``schedule.py`` takes one rank's part from it.
 
 H hops, N ranks.
 """
@@ -30,7 +31,7 @@ class Paths:
     owners) is its number or -1, and ``first`` its first row. A hull is its first index and minus the one past its last,
     so that the wider of two bounds is the smaller number; hulls are (2, rows + 1), the last row empty. ``needed`` is
     what the rank of a hop computes with, ``before`` the row of the same span at the hop at which it is sent, and
-    ``is_straight``, of each place: sent by the owner, not by the rank before. ``pairs`` are those of each rank, or a
+    ``is_straight``, of each place: sent by the owner, not by the rank before. ``pairs`` counts each rank's pairs, or a
     few more.
     """
 
@@ -87,12 +88,12 @@ class Paths:
             self.carried[:, before] = np.minimum(self.carried[:, before], passed)
 
     def straight(self, hop: int, owner: int) -> bool:
-        """The block comes from its owner, past the rank that has it a hop before."""
+        """Return True if the owner sends the block, not the rank that has it a hop before."""
         place = self.place[hop, owner]
         return place >= 0 and bool(self.is_straight[place])
 
     def ranges(self, hulls: IntArray, hop: int, owner: int) -> Ranges:
-        """Some hulls of a block as ranges."""
+        """Return some hulls of a block as ranges."""
         place = self.place[hop, owner]
         if place < 0:
             return ()
@@ -197,14 +198,14 @@ def loads(layout: Layout, mask: Mask, key_layout: Layout, route: Route) -> Loads
 
 
 def part_of(half: IntArray, tokens: IntArray) -> tuple[IntArray, IntArray]:
-    """The storage indices that a hop's block is about, from and up to: all, or either half."""
+    """Return the storage indices [from, to) of a hop's block: all, or either half."""
     middle = tokens // 2
     return np.where(half == 1, middle, 0), np.where(half == 0, middle, tokens)
 
 
 @lru_cache(maxsize=8)
 def _needed(layout: Layout, keys: Layout, mask: Mask, passes_queries: bool) -> _Needs:
-    """Return what visitors need of each owner's keys (or queries), their pairs, and those of a mean meeting."""
+    """Return the parts of owners' keys (or queries) that visitors need, their pairs, and a mean meeting's pairs."""
     regions = mask.table(layout.length, keys.length)
     if passes_queries:
         layout, keys, regions = keys, layout, transposed(regions)
@@ -269,7 +270,7 @@ def _dtype(most: int) -> type[np.signedinteger[Any]]:
 
 
 def _num_pairs(met: IntArray) -> IntArray:
-    """Pairs of each meeting, or a few more: as if each row saw as many keys as the band is wide."""
+    """Return pairs of each meeting, or a few more: as if each row saw a full band of keys."""
     i0, i1, j0, j1, lo, hi = met
     return (i1 - i0) * np.minimum(j1 - j0, hi - lo + 1)
 

@@ -1,4 +1,4 @@
-"""The order in which blocks visit ranks, as numbers that every rank knows.
+"""Order of the ranks that blocks visit, as numbers that every rank knows.
 
 N ranks, H hops. At hop 0 a rank has its own block; the block of every later hop is sent by one rank, at the start of
 one of its earlier hops. Ring loop, gradients and planner read nothing else of a route.
@@ -26,15 +26,15 @@ IntArray = NDArray[np.signedinteger[Any]]
 
 @dataclass(frozen=True)
 class Route:
-    """Way in which all queries and keys meet: mostly keys and values travel, from every rank to every other one.
+    """Communication pattern that brings all queries and keys together; in most, keys and values travel.
 
     ``ring``: from neighbour to neighbour (Liu et al. 2023), and past neighbours that do not need a block straight from
-    its owner to those that do. ``bidirectional``: half of each block goes either way.
-    ``double-ring``: around inner rings of ``inner`` consecutive ranks (a node), while a copy travels to the next node
-    (LoongTrain, Gu et al. 2024). ``all-gather``: from the owner straight to everybody. ``pass-q``: queries go around
-    the ring, and what each rank's keys make of them goes straight to the owner (Yang et al. 2024, "Context Parallelism
-    for Scalable Million-Token Inference"). With ``ulysses`` above one, groups of so many ranks first trade tokens for
-    heads (DeepSpeed Ulysses, Jacobs et al. 2023), and the route runs between the groups (USP, Fang and Zhao 2024).
+    its owner to those that do. ``bidirectional``: half of each block goes either way. ``double-ring``: around inner
+    rings of ``inner`` consecutive ranks (a node), while a copy travels to the next node (LoongTrain, Gu et al. 2024).
+    ``all-gather``: from the owner straight to every rank. ``pass-q``: queries go around the ring, and each rank's
+    partial result goes straight to the owner (Yang et al. 2024, "Context Parallelism for Scalable Million-Token
+    Inference"). With ``ulysses`` above one, groups of ``ulysses`` ranks first trade tokens for heads (DeepSpeed
+    Ulysses, Jacobs et al. 2023), and the route runs between the groups (USP, Fang and Zhao 2024).
     """
 
     name: RouteName = "ring"
@@ -57,17 +57,17 @@ class Route:
         if name == "ulysses":
             size = int(number or ranks)
             if ranks % size:
-                raise UnsupportedError(f"route {text!r}: groups of {size} do not divide {ranks} ranks")
+                raise UnsupportedError(f"route {text!r}: groups of {size} do not divide {ranks} ranks, but must")
             inner = Route.parse(between or "ring", ranks // size)
             if inner.ulysses > 1:
-                raise UnsupportedError(f"route {text!r}: ulysses stands once, at the beginning")
+                raise UnsupportedError(f"route {text!r}: ulysses stands once, at the beginning; use 'ulysses:U+ROUTE'")
             return Route(inner.name, inner.inner, size)
         if between or name not in ROUTE_NAMES or bool(number) != (name == "double-ring"):
             raise UnsupportedError(f"unknown route {text!r}; choose one of {ROUTE_FORMS}")
         if name != "double-ring":
             return Route(name)  # pyright: ignore[reportArgumentType]
         if ranks % int(number):
-            raise UnsupportedError(f"route {text!r}: inner rings of {number} do not divide {ranks} ranks")
+            raise UnsupportedError(f"route {text!r}: inner rings of {number} do not divide {ranks} ranks, but must")
         return Route("double-ring", int(number))
 
     @property
@@ -81,11 +81,7 @@ class Route:
         return replace(self, name="ring") if self.passes_queries else self
 
     def check_comm_dtype(self, comm_dtype: str) -> None:
-        """Refuse a code for keys and values where these do not travel.
-
-        Raises:
-            UnsupportedError: naming the communication dtype.
-        """
+        """Raise UnsupportedError for coded keys and values on a route that does not send them."""
         if self.passes_queries and comm_dtype != "exact":
             raise UnsupportedError(
                 f"comm_dtype {comm_dtype!r} is for keys and values, which stay where they are on the route pass-q; "
@@ -93,7 +89,7 @@ class Route:
             )
 
     def itineraries(self, ranks: int) -> Iterator["Itinerary"]:
-        """The ways to go; the schedule takes the one that moves fewer tokens."""
+        """Return the candidate paths; the schedule takes the one that moves fewer tokens."""
         match self.name:
             case "ring" | "pass-q":
                 for direction in (1, -1):
@@ -110,9 +106,9 @@ class Route:
 class Itinerary:
     """Place of every block, at every hop of every rank.
 
-    ``owner`` and ``source`` (H, N): whose block a rank has at a hop, and which rank sent it. ``posted`` (H,): at the
-    start of which earlier hop it was sent. ``behind`` (H,): the hop whose visitor hands what it made of the block (dk
-    and dv; partials, of queries) on to this hop's visitor, 0 when nobody does. ``half`` (H,): which half of the owner's
+    ``owner`` and ``source`` (H, N): whose block a rank has at a hop, and which rank sent it. ``posted`` (H,): the
+    earlier hop that sent it at its start. ``behind`` (H,): the hop whose visitor passes its result for the block (dk
+    and dv; partials, of queries) to this hop's visitor, 0 if there is none. ``half`` (H,): which half of the owner's
     tokens, -1 for all.
     """
 
@@ -131,7 +127,7 @@ class Itinerary:
 
     @cached_property
     def following(self) -> tuple[int, ...]:
-        """Hop, for each hop, whose visitor gets what its visitor made of the block; 0 if nobody does."""
+        """Return, for each hop, the hop whose visitor gets its visitor's result for the block; 0 if there is none."""
         behind: list[int] = self.behind.tolist()
         later = [0] * len(behind)
         for hop in range(len(behind) - 1, 0, -1):  # the first of several, last
@@ -175,7 +171,7 @@ def _bidirectional(ranks: int) -> Itinerary:
 
 
 def _double_ring(ranks: int, inner: int) -> Itinerary:
-    """The block that enters a node goes around it, and at once on to the next node."""
+    """Send a block that enters a node around it, and at once to the next node."""
     node, place = np.divmod(np.arange(ranks), inner)
     neighbour = node * inner + (place - 1) % inner
     other_node = (np.arange(ranks) - inner) % ranks

@@ -1,11 +1,11 @@
 """(layout, mask, route, rank, hop) -> the tiles to compute, what to send, to whom, and what to skip.
 
 The block of an owner is passed on from rank to rank in the order of the route. It holds only the keys that some later
-rank needs, so it shrinks from hop to hop and is not sent on when nobody needs it: a window of w tokens over chunks of c
-reaches ceil((w - 1) / c) neighbours, and a causal zigzag block drops its late chunk half way. No rank passes on what it
-has little use for itself: there the owner, which always has its block, sends it straight to whoever is next. So every
-rank computes with every block that it receives. The block's gradient follows one hop behind; each part of it is sent to
-its owner by the last rank that adds to it.
+rank needs, so it shrinks from hop to hop and is not sent on once no rank needs it: a window of w tokens over chunks of
+c reaches ceil((w - 1) / c) neighbours, and a causal zigzag block drops its late chunk half way. No rank passes on a
+block that it hardly needs itself: then the owner, which always has its block, sends it straight to the next rank. So
+every rank computes with every block that it receives. The block's gradient follows one hop later; each part of it is
+sent to its owner by the last rank that adds to it.
 
 On the route ``pass-q`` the blocks are queries, needed by the keys that they see: the schedule of the transposed mask.
 What a visited rank computes with them, a partial result, is sent to their owner directly.
@@ -39,7 +39,7 @@ class Send(NamedTuple):
 class Hop:
     """Work of one rank at one hop, while it holds the block of ``owner``.
 
-    Ranges are indices into the owner's own storage. Hop 0 is the rank's own block, which nobody sent. A block's
+    Ranges are indices into the owner's own storage. Hop 0 is the rank's own block, which was not sent. A block's
     gradient is dk and dv, in the backward pass; of a block of queries it is their partial, in the same pass. ``bands``
     are what it computes as few tiles with any band; ``tiles`` the same as tiles that every flash kernel runs, cut when
     they are asked for: timing never does.
@@ -124,12 +124,12 @@ def make_schedule(
     """Return the schedule of one rank; pure, so that every rank knows every other rank's part.
 
     Args:
-        layout: where the queries live.
-        mask: which pairs are allowed; positions at or past a layout's length see nothing and nobody sees them.
+        layout: of the queries.
+        mask: allowed pairs; positions at or past a layout's length neither see nor are seen.
         rank: whose schedule.
-        key_layout: where the keys live, for cross-attention; ``layout`` when None.
-        route: the order in which blocks visit ranks, one without Ulysses groups: these trade tokens for heads first,
-            and the layout here is that of the groups (``Layout.grouped``).
+        key_layout: of the keys, for cross-attention; ``layout`` if None.
+        route: the order of visits, without Ulysses groups: these trade tokens for heads first, and the layout here is
+            the groups' (``Layout.grouped``).
 
     Raises:
         UnsupportedError: an unknown route.
@@ -186,7 +186,7 @@ def _hop(paths: Paths, rank: int, index: int, owner: int, bands: tuple[Tile, ...
 
 
 def _sent(paths: Paths, hop: int, owner: int, *, is_straight: bool) -> Send:
-    """Return what of an owner's block is sent for a later hop from whoever has it, or straight from the owner."""
+    """Return the part of an owner's block sent for a later hop, by the rank that has it or by the owner."""
     is_sent = paths.straight(hop, owner) == is_straight
     return Send(int(paths.itinerary.visitor[hop, owner]), paths.ranges(paths.carried, hop, owner) if is_sent else ())
 

@@ -1,8 +1,7 @@
-"""End of one attention on a route: computing against links, event by event of what the ring carries out.
+"""Time of one attention on a route: compute against links, event by event as the ring runs them.
 
-The model knows FLOPs, bytes and the order in which a route asks for them, nothing of latency or congestion. It is
-deterministic, so that all ranks choose alike. N ranks, H query heads, G key/value heads, D head size, E value head
-size.
+The model knows FLOPs, bytes and their order on a route, but not latency or congestion. It is deterministic, so that all
+ranks choose the same. N ranks, H query heads, G key/value heads, D head size, E value head size.
 """
 
 from collections.abc import Iterable, Iterator
@@ -76,9 +75,9 @@ def passes(
     is_backward: bool,
     comm_dtype: str = "exact",
 ) -> tuple[Pass, ...]:
-    """Return a forward or backward pass on the ranks of which one takes longest, see ``_slow_ranks``.
+    """Time a forward or backward pass on the ranks that may take longest, see ``_slow_ranks``.
 
-    With Ulysses groups: their trade of tokens for heads, which nothing hides, and the pass between the groups.
+    With Ulysses groups it is their exchange of tokens for heads, never hidden, plus the pass between groups.
     """
     keys = keys or layout
     route = Route.parse(route, layout.ranks) if isinstance(route, str) else route
@@ -137,7 +136,7 @@ def _slow_ranks(
 
 
 def _without_members(layout: Layout) -> Layout:
-    """Return a layout with a rank per group where that pads alike: groups of every size then share one schedule."""
+    """Return a layout with a rank per group if that pads equally: groups of every size then share one schedule."""
     plain = replace(layout, members=1)
     return plain if plain.padded_length == layout.padded_length else layout
 
@@ -162,6 +161,7 @@ def _all_to_all(peers: Iterable[int], num_bytes: int, speeds: Speeds) -> Pass:
 
 def _traded_bytes(layout: Layout, keys: Layout, mine: Shape, *, is_backward: bool, is_shared: bool) -> tuple[int, int]:
     """Return bytes from one Ulysses member to another: queries and keys, and results or gradients back.
+
     Gradients of keys that members share are sent unsummed, so in float32.
     """
     rows = mine.batch * mine.heads
@@ -177,7 +177,7 @@ def _traded_bytes(layout: Layout, keys: Layout, mine: Shape, *, is_backward: boo
 
 
 class Stretch(NamedTuple):
-    """Time in which a rank computes a hop's tiles, or waits for a transfer, which may take none."""
+    """Time that a rank computes a hop's tiles, or waits for a transfer, perhaps 0."""
 
     event: Compute | Wait
     start: float
@@ -190,7 +190,7 @@ def timeline(part: Part, speeds: Speeds, *, is_backward: bool = False) -> tuple[
 
 
 def _walk(part: Part, speeds: Speeds, *, is_backward: bool) -> Pass:
-    """Return when the last event ends: launches and each transfer's messages in turn, waits where the loop waits."""
+    """Return the end of the last event: launches and each transfer's messages in turn, with the loop's waits."""
     pair = pair_flops(part.shape, is_backward=is_backward) / speeds.flops
     links = _Links(part.schedule.rank, speeds)
     now = 0.0
@@ -229,7 +229,7 @@ def sent_bytes(layout: Layout, keys: Layout, mask: Mask, route: str | Route, sha
 
 
 class _Links:
-    """Links into one rank, inside and outside of its node, each of which carries one message after the other."""
+    """Links into one rank, inside and outside its node; each carries one message at a time."""
 
     def __init__(self, rank: int, speeds: Speeds) -> None:
         self._rank, self._speeds = rank, speeds

@@ -112,8 +112,9 @@ def merge_bytes(shape: Shape, rows: int, *, converts: bool = False) -> int:
 
 
 def merge_many_bytes(shape: Shape, rows: int, partials: int) -> int:
-    """Count bytes of merging several partials of some rows at once in plain PyTorch: a share per partial and the
-    log-sum-exp, the float32 sum, and a float32 copy of one partial.
+    """Count bytes of merging several partials of some rows at once in plain PyTorch.
+
+    A share per partial and the log-sum-exp, the float32 sum, and a float32 copy of one partial.
     """
     row = shape.batch * shape.heads * shape.sum_itemsize
     return 0 if partials < 2 else rows * row * (partials + 1 + 2 * shape.value_dim)

@@ -58,7 +58,8 @@ class PallasKernel(Kernel):
         *scratch: Any,
     ) -> list[Array]:
         """Run ``body(pair, *references)`` per table row; return the last ``updated`` arrays, changed in place.
-        ``kinds`` has a letter for each array: q where its chunks are those of the queries, k where of the keys.
+
+        ``kinds`` has a letter for each array: q if its chunks are the queries', k if the keys'.
         """
         num_pairs, pairs = (jnp.asarray(x)[row].reshape(-1) for x in (self.pairs.num, table))
         lists, bands = (jnp.asarray(x).reshape(-1) for x in (self.pairs.lists, self.program.bands))
@@ -241,6 +242,7 @@ def _spec(kind: str, x: Array, program: Program) -> pl.BlockSpec:
 
 def _dot(a: Array, b: Array, over_a: int, over_b: int, dtype: Any) -> Array:
     """Multiply matrices with accumulation, in the precision of their dtypes.
+
     Unlike ``kernels``: the TPU's compiler refuses the highest precision for bfloat16, which has no other.
     """
     precision = lax.Precision.DEFAULT if a.dtype == jnp.bfloat16 else lax.Precision.HIGHEST

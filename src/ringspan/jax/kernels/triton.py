@@ -1,5 +1,4 @@
-"""Attention of one block of queries to one block of keys by the Triton programs of ``ringspan.gpu``, which jax-triton
-launches: ``kernels`` with another inside.
+"""Attention of a block of queries to a block of keys by ``ringspan.gpu``'s Triton programs, through jax-triton.
 
 A launch computes all tiles of a block, whatever their bands; which they are, the program reads from the table of this
 rank and hop. A running (out, lse) goes in and comes out, so nothing merges partial results. Results are arrays of their
@@ -70,9 +69,9 @@ class TritonKernel(Kernel):
         without_strides: Array | None = None,
         **options: Any,
     ) -> list[Array]:
-        """Run a program and return its last ``updated`` arrays. Arguments in order: arrays, those read only where there
-        are
-        slopes, tables, numbers, strides, results.
+        """Run a program and return its last ``updated`` arrays.
+
+        Arguments in order: arrays, those for slopes only, tables, numbers, strides, results.
         """
         from jax_triton import triton_call
 

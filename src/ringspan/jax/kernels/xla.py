@@ -78,7 +78,7 @@ class Kernel(ABC):
         """Add the keys of one ``packed`` block to ``state``. q (F, P, T, D)."""
 
     def finish(self, state: Any) -> tuple[Array, Array]:
-        """Return out (F, P, T, E), and lse (F, P, T), -inf where a row has seen no key."""
+        """Return out (F, P, T, E), and lse (F, P, T), -inf if a row has seen no key."""
         seen = state.sum > 0
         total = jnp.where(seen, state.sum, 1)
         return state.total / total[..., None], jnp.where(seen, state.top + jnp.log(total), -jnp.inf)
@@ -87,9 +87,9 @@ class Kernel(ABC):
     def backward(
         self, row: Array, q: Array, block: Array, dout: Array, lse: Array, delta: Array, dq: Array
     ) -> Gradients:
-        """dq with the block's part added, and dk and dv of the block from these queries; all in lse's dtype.
+        """Return dq with the block's part added, and the block's dk and dv from these queries; all in lse's dtype.
 
-        ``lse`` is the GLOBAL one, +inf where a row sees no key; ``delta = sum(dout out)``. Both (F, P, T).
+        ``lse`` is the GLOBAL one, +inf if a row sees no key; ``delta = sum(dout out)``. Both (F, P, T).
         """
 
     def row(self, rank: Array, hop: Array | int) -> Array:
@@ -267,7 +267,8 @@ def _over_heads(one_head: Callable[..., _Sums], inputs: tuple[Any, ...], sums: _
 
 
 def _columns(k: Array) -> Array | None:
-    """Transpose keys (F, T', D) to (F, D, T' and some) on CPU where it pays, else None.
+    """Transpose keys (F, T', D) to (F, D, T' and some) on CPU if that is faster, else return None.
+
     The rows' extra cache line keeps a power of two from mapping a chunk to the same cache sets.
     """
     on_cpu = jax.default_backend() == "cpu"

@@ -1,9 +1,10 @@
-"""Layers with a state as functions of the local tokens of a ring, in the words and the arithmetic of the float64
-oracles in ``ringspan.core.recurrence.reference``.
+"""Layers with a state as functions of a ring's local tokens.
 
-Each span is computed from a state of zero, to know what it makes of one (A, B); the spans' maps are scanned; each span
-is computed again from the state that it takes. Where a document begins the state is 0, so that A of such a span is
-too. What arrays hold behind the length of the layout, NaN too, changes no result and no gradient.
+Names and arithmetic are those of the float64 oracles in ``ringspan.core.recurrence.reference``.
+
+Each span runs from a zero state, to get its affine map (A, B); the maps are scanned; each span runs again from the
+state that it takes. A document begins with a state of 0, so A of such a span is 0 too. Values past the length of the
+layout, NaN too, change no result and no gradient.
 
 Token by token, by ``lax.scan``: exact, and no kernel of an accelerator.
 
@@ -253,8 +254,9 @@ def _recurrence(
     begun: Callable[[int], Array] | None = None,
     is_matrix: bool = False,
 ) -> Array:
-    """Compute outputs (B, T, ...) of the rule that ``step`` gives for a token; inputs (B, T, ...), states (B, *shape).
-    ``map_of`` makes A and B of a span from the state behind it, which began as ``begun`` says, or with 0.
+    """Compute outputs (B, T, ...) of the rule ``step`` of one token; inputs (B, T, ...), states (B, *shape).
+
+    ``map_of`` returns A and B of a span from the state after it, which began as ``begun`` says, or with 0.
     """
     split = _layout_of(layout, axis_name, inputs[0].shape[1])
     parts = [_in_spans(_wide(x), split, axis_name) for x in inputs]
@@ -299,7 +301,7 @@ def _layout_of(layout: LayoutName | Layout, axis_name: str, tokens: int) -> Layo
 
 
 def _in_spans(x: Array, layout: Layout, axis_name: str) -> Array:
-    """Split (B, T, ...) into (n, B, t, ...), zeroed behind the sequence: 0 times NaN would be NaN in a gradient."""
+    """Split (B, T, ...) into (n, B, t, ...), zeroed past the sequence: 0 times NaN would be NaN in a gradient."""
     if layout.padded_length > layout.length:
         is_token = (layout.permutation < layout.length).reshape(layout.ranks, -1)
         mine = jnp.asarray(is_token)[lax.axis_index(axis_name)]
@@ -319,7 +321,9 @@ def _ages(layout: Layout, starts: Starts) -> Array:
     if begins.ndim != 1 or not len(begins) or begins[0] != 0 or (np.diff(begins) <= 0).any():
         raise UnsupportedError(f"starts must be positions in increasing order, 0 the first, got {tuple(starts)}")
     if begins[-1] >= layout.length:
-        raise LayoutError(f"a document begins at {begins[-1]}, the layout has {layout.length} tokens")
+        raise LayoutError(
+            f"a document begins at {begins[-1]}, the layout has {layout.length} tokens, it must begin before"
+        )
     positions = layout.permutation
     ages = positions - begins[np.searchsorted(begins, positions, side="right") - 1]
     spans = len(spans_of(layout)) // layout.ranks

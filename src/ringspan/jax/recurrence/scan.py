@@ -29,11 +29,11 @@ class Span(NamedTuple):
 
 @lru_cache(maxsize=64)
 def spans_of(layout: Layout) -> tuple[Span, ...]:
-    """The spans of a layout in the order of their positions: as many of each rank, all of one length.
+    """Return the spans of a layout in the order of their positions: equally many per rank, all of one length.
 
     Raises:
         LayoutError: the tokens of a rank are not consecutive (striped).
-        UnsupportedError: a layout of any runs, for which one program cannot serve all ranks.
+        UnsupportedError: a layout of any runs: one program cannot serve all its ranks.
     """
     if isinstance(layout, CustomLayout):
         raise UnsupportedError(

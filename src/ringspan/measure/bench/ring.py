@@ -70,7 +70,7 @@ def run(case: RingCase) -> dict[str, Any]:
     is handed to it. ``errors`` are those of out and dq relative to float64, by number of ranks and of one kernel alone.
     """
     if not 0 <= case.rank < case.virtual_ranks:
-        raise ConfigError(f"--rank {case.rank}: there are {case.virtual_ranks} virtual ranks, from 0 on")
+        raise ConfigError(f"--rank {case.rank}: there are {case.virtual_ranks} virtual ranks; give 0 or more")
     one = PlayedRank(case)
     with torch.no_grad():
         on, off = one.passes(is_moving=True), one.passes(is_moving=False)
@@ -195,7 +195,7 @@ class PlayedRank:
         self.layout = _layout(case)
         self.schedule = make_schedule(self.layout, self.mask, case.rank)
         if not self.schedule.num_pairs:
-            raise ConfigError(f"--rank {case.rank}: has nothing to compute under the mask {case.mask}")
+            raise ConfigError(f"--rank {case.rank}: has nothing to compute under the mask {case.mask}; use another")
         self._generator = torch.Generator(self.device).manual_seed(0)
         tokens = self.layout.tokens_per_rank
         self.q, self.dout = self.random(case.heads, tokens), self.random(case.heads, tokens)

@@ -48,9 +48,7 @@ _WRONG: Final = 1e-5  # relative error of the ring in float32, of which 1e-6 is 
 
 
 def examine(ranks: int | None, doing: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
-    """Return the ``ringspan doctor`` report of ``ranks`` local processes, one per device if None; ``doing`` gets
-    progress.
-    """
+    """Return the ``ringspan doctor`` report of ``ranks`` local processes, one per device if None."""
     ranks = default_ranks() if ranks is None else ranks
     doing(f"measuring {ranks} rank{'s' if ranks != 1 else ''} and the links between them")
     try:

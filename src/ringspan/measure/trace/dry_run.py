@@ -160,7 +160,7 @@ def check_rank(config: PreTrainedConfig, setting: Setting, rank: int) -> None:
     """
     ranks = setting.devices
     if not 0 <= rank < ranks:
-        raise ConfigError(f"--rank {rank}: there are {ranks} ranks, 0 to {ranks - 1}")
+        raise ConfigError(f"--rank {rank}: there are {ranks} ranks, 0 to {ranks - 1}; use one")
     if dist.is_initialized():
         raise ConfigError("one rank of many needs a process of its own: this one is already in a process group")
     refuse_config(config)

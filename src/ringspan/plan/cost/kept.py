@@ -13,9 +13,7 @@ _FLOAT32 = 4
 
 
 def parts_of(kind: LayerKind, setting: Setting) -> dict[str, int]:
-    """Return bytes per token by ``kinds.PARTS``; ``attention`` is its result and log-sum-exp, ``mixing`` is of
-    recurrences and convolutions.
-    """
+    """Return bytes per token by ``kinds.PARTS``, of attention's result and log-sum-exp, and of mixing by states."""
     a, in_chunks = setting.number_bytes, setting.norm_tokens > 0
     parts = {name: each.bytes(a, norms_in_chunks=in_chunks) for name, each in zip(PARTS, kind.kept, strict=True)}
     return parts | {"attention": _result_bytes(kind, a), "mixing": a * (kind.mixed + 2 * _out(kind))}

@@ -40,8 +40,10 @@ def scan_of(module: nn.Module, where: str) -> Scan | None:
 
 
 def _delta(heads: int, key: int, value: int) -> Scan:
-    """Count per head, in a chunk of c tokens: keys and queries by keys (4 c K), the triangular system (c (K + V)),
-    scores by values (2 c V); keys and queries by the state, and its update (6 K V).
+    """Count per head, in a chunk of c tokens.
+
+    Keys and queries by keys (4 c K), the triangular system (c (K + V)), scores by values (2 c V); keys and queries by
+    the state, and its update (6 K V).
     """
     c = _DELTA_CHUNK
     flops = heads * (4 * c * key + c * (key + value) + 2 * c * value + 6 * key * value)

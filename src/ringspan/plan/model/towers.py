@@ -99,7 +99,7 @@ def _refuse(model: Any, name: str) -> None:
     if kind is not None and kind.is_prefix:
         raise UnsupportedError(
             f"{name}: a {model.config.model_type} prompt sees itself both ways, and no option says how long it is; the "
-            "planner does not count it"
+            "planner does not count it; use 'ringspan rehearse'"
         )
 
 

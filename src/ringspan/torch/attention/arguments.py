@@ -19,11 +19,7 @@ _T = TypeVar("_T")
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise for tensors that no kernel computes on.
-
-    Raises:
-        UnsupportedError: shapes, dtypes or a device that nothing here computes on.
-    """
+    """Raise UnsupportedError for shapes, dtypes or a device that no kernel computes on."""
     check_shapes(q.shape, k.shape, v.shape)
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype or tensor.device != q.device:
@@ -37,11 +33,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def check_plain(name: str, tensor: Any) -> None:
-    """Raise for anything but a dense tensor that is whole on this rank.
-
-    Raises:
-        UnsupportedError: naming what it is.
-    """
+    """Raise UnsupportedError for anything but a dense tensor that is whole on this rank."""
     if isinstance(tensor, DTensor):
         raise UnsupportedError(f"{name} is a DTensor; pass this rank's part, {name}.to_local()")
     if not isinstance(tensor, Tensor):
@@ -52,11 +44,7 @@ def check_plain(name: str, tensor: Any) -> None:
 
 
 def check_heads(q: Tensor, slopes: Tensor | None, sinks: Tensor | None) -> None:
-    """Raise for slopes and sinks that do not fit the heads.
-
-    Raises:
-        UnsupportedError: naming what they are.
-    """
+    """Raise UnsupportedError for slopes and sinks that do not fit the heads."""
     for name, per_head in (("slopes", slopes), ("sinks", sinks)):
         if per_head is None:
             continue

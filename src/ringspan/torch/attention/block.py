@@ -71,7 +71,7 @@ class PackedSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """Ranges of an owner's tokens, one behind the other: ``k`` (B, G, n, D) and ``v`` (B, G, n, E).
+    """Ranges of an owner's tokens, concatenated: ``k`` (B, G, n, D) and ``v`` (B, G, n, E).
 
     A block of queries has q (B, H, n, D) and an empty v (B, H, n, 0); one of partials out (B, H, n, E), lse (B, H, n,
     1).
@@ -155,12 +155,12 @@ class RunningSum:
         return self._into[:, :, rows]
 
     def finish(self) -> Tensor:
-        """Return the sum; zeros where nothing was added."""
+        """Return the sum, 0 where nothing was added."""
         return self.running(slice(0, self._into.shape[2]))
 
 
 class GradientBlock:
-    """Running float32 sums of dk and dv for ranges of an owner's tokens; packed like its block where it is sent."""
+    """Running float32 sums of dk and dv for ranges of an owner's tokens; packed like its block if sent."""
 
     def __init__(self, ranges: Ranges, dk: RunningSum, dv: RunningSum, buffer: Tensor | None = None) -> None:
         self.ranges, self._dk, self._dv, self._buffer = ranges, dk, dv, buffer
@@ -191,12 +191,12 @@ class GradientBlock:
             self.add(stored(self.ranges, start, stop), block.k[:, :, rows], block.v[:, :, rows])
 
     def finish(self) -> Block:
-        """Return the sums as a block; zeros where nothing was added."""
+        """Return the sums as a block, 0 where nothing was added."""
         return Block(self.ranges, self._dk.finish(), self._dv.finish(), self._buffer)
 
 
 class PartialBlock:
-    """Partial of ranges of an owner's queries, out (B, H, n, E) and lse (B, H, n, 1); packed where it is sent."""
+    """Partial of ranges of an owner's queries, out (B, H, n, E) and lse (B, H, n, 1); packed if sent."""
 
     def __init__(self, block: Block) -> None:
         self._block, self._partial = block, Partial.of(block.k, block.v.squeeze(-1))

@@ -3,9 +3,9 @@
 B batch, H query heads, G key/value heads, n new tokens, D head size, E value head size, N ranks.
 
 Many new tokens are split over the ranks: the ring loop runs with their runs as query layout and the shares as key
-layout, and queries travel where they are fewer bytes (Yang et al. 2024, "Context Parallelism for Scalable
-Million-Token Inference"). Few are on every rank: each attends to its own share, and one collective merges the partials
-(flash decoding, over devices).
+layout, and queries travel if they are fewer bytes (Yang et al. 2024, "Context Parallelism for Scalable Million-Token
+Inference"). Few are on every rank: each attends to its own share, and one collective merges the partials (flash
+decoding, over devices).
 """
 
 from collections.abc import Iterator, Mapping
@@ -184,7 +184,7 @@ def merged(out: Tensor, lse: Tensor, sinks: Tensor | None, group: dist.ProcessGr
 
 
 def _alike(masks: tuple[Mask, ...]) -> dict[Mask, slice | Tensor]:
-    """Group the sequences by mask: a slice where they are neighbours."""
+    """Group the sequences by mask, neighbours as a slice."""
     rows: dict[Mask, list[int]] = {}
     for row, mask in enumerate(masks):
         rows.setdefault(mask, []).append(row)

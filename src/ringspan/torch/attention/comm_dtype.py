@@ -23,7 +23,7 @@ def check_comm_dtype(comm_dtype: str, gradient_comm_dtype: str) -> None:
 
 
 def sent_as(comm_dtype: str, dtype: torch.dtype) -> tuple[torch.dtype, bool]:
-    """Return the dtype in which numbers of ``dtype`` are sent, and whether factors come with them."""
+    """Return the dtype that sends numbers of ``dtype``, and whether factors come with them."""
     if comm_dtype in _CODES:
         return _CODES[comm_dtype][0], True
     return (torch.bfloat16 if comm_dtype == "bfloat16" else dtype), False

@@ -1,4 +1,4 @@
-"""Interception of the operator's forward pass, by which checkpointing keeps results and gives them again."""
+"""Interception of the operator's forward pass: checkpointing keeps results and returns them again."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -25,6 +25,6 @@ def handling(handler: Handler) -> Iterator[None]:
 
 
 def handled(compute: Callable[[], Results]) -> Results:
-    """Return the results of ``compute``, or those of the handler around it."""
+    """Return the results of ``compute``, or of the handler around it."""
     handler = _current.get()
     return compute() if handler is None else handler(compute)

@@ -68,26 +68,26 @@ def ring_attention(
         mask: which pairs of global positions are allowed; causal when None. Text is read by ``Mask.parse``.
         layout: how positions are split over the ring. A name means that the sequence is N x T tokens long; pass a
             ``Layout`` when its end is padding that no query may see.
-        key_layout: where the keys live when they are another sequence (cross-attention); default: as the queries.
+        key_layout: of the keys, if they are another sequence (cross-attention); default: the queries'.
         group: the ring, or a mesh of that one dimension; the default group when None, a single rank when
             torch.distributed is not initialised.
         scale: factor on the scores; ``D ** -0.5`` when None.
         softcap: c > 0 turns a scaled score s into ``c tanh(s / c)`` (Gemma 2).
         slopes: ALiBi, one per query head (H,), float32: ``slope_h |p - p'|`` of the global positions is subtracted from
             a score (Press et al. 2022). Not differentiated.
-        sinks: one logit a query head (H,) that takes its share of every row's softmax and has no value (gpt-oss).
-            Its gradient is that of the local rows; sum it over the ranks as for any parameter.
-        route: how blocks get to other ranks, see ``ringspan.core.schedule.route``: ring, bidirectional, double-ring:I,
+        sinks: one logit per query head (H,) that takes its share of every row's softmax and has no value (gpt-oss). Its
+            gradient covers the local rows; sum it over the ranks as for any parameter.
+        route: the communication pattern, see ``ringspan.core.schedule.route``: ring, bidirectional, double-ring:I,
             all-gather, pass-q, ulysses, ulysses:U; the result is the same. ``auto`` takes the quickest by the model of
             ``ringspan.core.schedule.choice`` and logs why.
-        comm_dtype: what keys and values are sent as, see ``ringspan.torch.attention.comm_dtype``: exact, bfloat16,
-            float8 or int8.
-        gradient_comm_dtype: what dk and dv are sent as: exact (float32) or bfloat16.
+        comm_dtype: the dtype of keys and values in messages, see ``ringspan.torch.attention.comm_dtype``: exact,
+            bfloat16, float8 or int8.
+        gradient_comm_dtype: the dtype of dk and dv in messages: exact (float32) or bfloat16.
         kernel: what computes on the local device, see ``ringspan.torch.kernels``: cudnn, flash, flash2, flash3, flash4,
             cpu, eager, or ``auto``, the fastest that serves. One that cannot serve is refused.
 
     Returns:
-        The local part of the result (B, H, T, E), in q's dtype, or that of autocast.
+        The local part of the result (B, H, T, E), in q's dtype, or autocast's.
 
     Raises:
         UnsupportedError: shapes, dtypes or a device that this cannot run on, before any communication.
@@ -189,7 +189,7 @@ def _differentiate(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]
 
 
 def refuse_again(ctx: Any, *gradients: Tensor) -> Never:
-    """Raise: there is no second derivative."""
+    """Refuse second derivatives."""
     raise UnsupportedError("ring_attention is differentiated once; its gradient has no backward pass of its own")
 
 

@@ -30,9 +30,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def empty_like(x: Tensor, size: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Allocate a result like ``x``: always in rows, which in-place kernels need, and in x's dimension order if
-    possible.
-    """
+    """Allocate a result like ``x``: in rows, which in-place kernels need, and in x's dimension order if possible."""
     size = x.shape[-1] if size is None else size
     if size == x.shape[-1] and is_in_rows(x):
         return torch.empty_like(x, dtype=dtype)
@@ -55,9 +53,7 @@ class Ring:
     positions: tuple[Callable[[int], Tensor], Callable[[int], Tensor]] | None = None
 
     def heads(self, q: Tensor, k: Tensor) -> Iterator[tuple[int, slice, slice]]:
-        """Return the number, query heads and key/value heads of the groups; sharing queries stay with their key/value
-        head.
-        """
+        """Yield the number, query heads and key/value heads of each group; queries stay with their key/value head."""
         for number in range(self.head_groups):
             heads, kv_heads = (
                 slice(x.shape[1] * number // self.head_groups, x.shape[1] * (number + 1) // self.head_groups)

@@ -132,8 +132,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute local dq, dk and dv from the GLOBAL out and lse; gradients add up and travel in float32.
 
-    A block's dk and dv follow it one hop behind; the last rank that adds to a part sends it to the owner. They are
-    returned in ``kv_dtype``, the keys' dtype when None.
+    A block's dk and dv follow it one hop later; the last rank that adds to a part sends it to the owner. They are
+    returned in ``kv_dtype``, the keys' dtype if None.
     """
     if ring.schedule.gathered is not None:
         return gathered.backward(ring, ring.schedule.gathered, dout, q, k, v, out, lse, kv_dtype=kv_dtype)

@@ -46,7 +46,7 @@ def layer_attention(
 
     Args:
         q, k, v: as of ``ring_attention``, (B, H, T, D).
-        lengths: document lengths (B, most documents), 0 behind the last one; None if each sequence is one document.
+        lengths: document lengths (B, most documents), 0 after the last one; None if each sequence is one document.
         window, chunk: as of ``mask_of``.
         layout, group, scale, softcap, sinks, route, comm_dtype, kernel: as of ``ring_attention``.
 

@@ -139,7 +139,7 @@ class Ulysses:
 
 
 def _packed(parts: Sequence[_Pieces]) -> Tensor:
-    """Return the bytes of some tensors, each of which comes in pieces along its tokens."""
+    """Return the bytes of some tensors, each given in pieces along its tokens."""
     specs = [_spec(pieces) for pieces in parts]
     buffer = parts[0][0].new_empty(sum(spec.nbytes for spec in specs), dtype=torch.uint8)
     for pieces, there in zip(parts, _unpacked(buffer, specs), strict=True):

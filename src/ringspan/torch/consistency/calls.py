@@ -66,7 +66,7 @@ def preparing(mesh: DeviceMesh, name: str, *, between_replicas: bool = True) -> 
 
 @contextmanager
 def exchanging() -> Iterator[None]:
-    """Guard joint computation, in which the others wait for another message than ``preparing`` sends."""
+    """Guard joint computation: the others wait for a message other than ``preparing`` sends."""
     try:
         yield
     except Exception as error:
@@ -80,14 +80,14 @@ def check_call(mesh: DeviceMesh, call: Call, *, between_replicas: bool = True) -
 
     Raises:
         PeerMismatch: they do not: on every rank, naming what differs and which rank has what.
-        Exception: ``call.error`` of this rank or, where it has none, what another rank found wrong.
+        Exception: ``call.error`` of this rank, else another rank's error.
     """
     return _meet(mesh, call, between_replicas=between_replicas)[0]
 
 
 @torch.compiler.disable()
 def hear_all(mesh: DeviceMesh, call: Call, *, between_replicas: bool = True) -> list[Any]:
-    """Return what each rank has ``said``, by rank (a single entry if all are alike), at the cost of ``check_call``."""
+    """Return each rank's ``said``, by rank (a single entry if all are equal), at the cost of ``check_call``."""
     return [one.call.said for one in _meet(mesh, call, between_replicas=between_replicas)[1]] or [call.said]
 
 
@@ -156,7 +156,7 @@ def _tell(mesh: DeviceMesh, call: Call, axes: list[str]) -> list[_Told]:
 
 
 def _wrong(told: list[_Told], call: Call) -> Exception | None:
-    """Return the error to raise on every rank alike, or None."""
+    """Return the error to raise on every rank, or None."""
     # First of all: a rank that has failed comes to no other call.
     if failed := [one.call.error for one in told if one.call.error is not None]:
         return call.error or failed[0]

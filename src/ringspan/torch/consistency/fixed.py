@@ -100,7 +100,7 @@ def keeping_buffers(model: Any) -> Iterator[None]:
     """Check that training leaves the layers' buffers unchanged.
 
     Raises:
-        UnsupportedError: a layer changed one in place (batch norm, spectral norm); on every rank alike.
+        UnsupportedError: a layer changed one in place (batch norm, spectral norm); on every rank.
     """
     if not (model.training and torch.is_grad_enabled()):
         yield
@@ -157,7 +157,7 @@ class Fixed:
                 )
             if changed.device != probe.device and not probe.is_meta:
                 raise UnsupportedError(
-                    f"{class_name(self)} is on a ring of {probe.device}; a mesh says where its shards are"
+                    f"{class_name(self)} is on a ring of {probe.device}; leave it there, where its mesh has it"
                 )
         return super()._apply(fn, recurse)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -177,19 +177,19 @@ class Fixed:
 
     def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Never:
         """Raise ``UnsupportedError``: it comes before ``parallelize``."""
-        raise UnsupportedError("resize_token_embeddings comes before parallelize")
+        raise UnsupportedError("resize_token_embeddings comes before parallelize; call it there")
 
     def add_adapter(self, *args: Any, **kwargs: Any) -> Never:
         """Raise ``UnsupportedError``: it comes before ``parallelize``."""
-        raise UnsupportedError("add_adapter comes before parallelize, which splits adapters with all other weights")
+        raise UnsupportedError("call add_adapter before parallelize, which splits adapters with all other weights")
 
     def load_adapter(self, *args: Any, **kwargs: Any) -> Never:
         """Raise ``UnsupportedError``: it comes before ``parallelize``."""
-        raise UnsupportedError("load_adapter comes before parallelize, which splits adapters with all other weights")
+        raise UnsupportedError("call load_adapter before parallelize, which splits adapters with all other weights")
 
     def delete_adapter(self, *args: Any, **kwargs: Any) -> Never:
         """Raise ``UnsupportedError``: it comes before ``parallelize``."""
-        raise UnsupportedError("delete_adapter comes before parallelize; on a ring, set_adapter and disable_adapters")
+        raise UnsupportedError("call delete_adapter before parallelize, or set_adapter and disable_adapters after")
 
     def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> Never:
         """Raise ``UnsupportedError``: ``parallelize(checkpoint=...)`` does that."""

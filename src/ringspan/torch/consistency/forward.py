@@ -33,9 +33,7 @@ _DIGESTS: Final = ("input_ids", "labels", "position_ids", "attention_mask", "ima
 
 @contextmanager
 def in_pass(model: Any, name: str) -> Iterator[None]:
-    """Guard a model's call; inference mode becomes no_grad, since later steps could not differentiate its gathered
-    weights.
-    """
+    """Guard a model's call; inference mode becomes no_grad, so that later steps can use its gathered weights."""
     with ExitStack() as modes:
         if torch.is_inference_mode_enabled():
             modes.enter_context(torch.inference_mode(False))
@@ -59,7 +57,7 @@ def recovering(model: Any) -> Iterator[None]:
 
 @torch.compiler.disable()
 def agreeing(model: Any, arguments: dict[str, Any]) -> AbstractContextManager[None]:
-    """Return a context in which attention takes the masks of checked arguments for agreed.
+    """Return a context that makes attention trust the masks of checked arguments.
 
     All ranks have compared the documents, but not the masks that follow from images.
     """
@@ -70,7 +68,7 @@ def agreeing(model: Any, arguments: dict[str, Any]) -> AbstractContextManager[No
 def check_forward(
     model: Any, bind: Callable[[], BoundArguments], check_others: Callable[[dict[str, Any]], Any], name: str
 ) -> dict[str, Any]:
-    """Return the arguments of a forward pass, completed by the batch's targets and length.
+    """Return a forward pass's arguments, completed by the batch's targets and length.
 
     ``bind`` names the arguments, ``check_others`` checks those that ``forward`` does not name. ``name`` is the pass's
     name
@@ -78,7 +76,7 @@ def check_forward(
 
     Raises:
         PeerMismatch: the ranks were given different things; on every rank.
-        RingspanError: what is wrong on some rank; on every rank alike.
+        RingspanError: an error of some rank; on every rank.
     """
     arguments: dict[str, Any] = {}
     others: dict[str, Any] = {}
@@ -225,7 +223,7 @@ def _check_layout(
 
 
 def _check_skipped(token: int, input_ids: Tensor, is_real: Tensor) -> None:
-    """Raise for a pad token inside a text, which moves all positions behind it, on whatever ranks."""
+    """Raise for a pad token inside a text, which moves all later positions, on whatever ranks."""
     if bool(((input_ids == token) & is_real).any()):
         raise UnsupportedError(
             f"input_ids has the pad token {token} where no padding is marked: this model skips it when it counts "
@@ -237,4 +235,4 @@ def _check_skipped(token: int, input_ids: Tensor, is_real: Tensor) -> None:
 def check_entries(name: str, numbers: Tensor, vocabulary: int) -> None:
     """Raise an UnsupportedError for ids outside of the vocabulary."""
     if not bool(((numbers >= 0) & (numbers < vocabulary)).all()):
-        raise UnsupportedError(f"{name} has numbers outside of the vocabulary, 0 to {vocabulary - 1}")
+        raise UnsupportedError(f"{name} has numbers outside of the vocabulary, 0 to {vocabulary - 1}; pad with one")

@@ -51,7 +51,7 @@ class LoopWatch:
 
     @contextmanager
     def call(self, name: str, *, is_pass: bool) -> Iterator[None]:
-        """Mark a call in which this rank waits for others."""
+        """Mark a call that waits for other ranks."""
         self._num_passes += is_pass
         self._watchdog.be(self._num_passes, name, self.patience_seconds)
         try:
@@ -104,7 +104,7 @@ def in_call(name: str, *, is_pass: bool = False) -> Iterator[None]:
 
 
 def watch_backward(loss: Tensor) -> Tensor:
-    """Return the loss, whose backward counts as a call before FSDP's own hooks, in which a rank may wait.
+    """Return the loss; its backward counts as a call before FSDP's own hooks, which may wait.
 
     The gradient may be a ``DTensor``, if a penalty on weights was added.
     """

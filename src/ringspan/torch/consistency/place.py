@@ -1,4 +1,4 @@
-"""A rank's reported progress, by which the watchdog judges it."""
+"""A rank's reported progress, which the watchdog judges."""
 
 import time
 from dataclasses import dataclass, field

@@ -2,9 +2,10 @@
 
 Gloo and NCCL report an address, or nothing for half an hour. Here a connection that closes without a farewell names a
 dead rank at once. A rank whose step and exchanges stand still for ten median steps is stalled: silent ones (stopped,
-cut off) are named first, else those furthest behind. Other activities, such as saving, have patience unless the rank is
-silent. Every rank then prints a line, dumps its stacks into the run's folder and ends with a documented exit code; a
-thread cannot unblock a collective otherwise. A silent rank of the same machine is killed, so that a restart can begin.
+cut off) are named first, else those with the least progress. Other activities, such as saving, have patience unless the
+rank is silent. Every rank then prints a line, dumps its stacks into the run's folder and ends with a documented exit
+code; a thread cannot unblock a collective otherwise. A silent rank of the same machine is killed, so that a restart can
+begin.
 
 JSON lines over TCP on the process group's network, as trusted as it is; a token keeps strangers apart.
 """
@@ -81,9 +82,7 @@ class Watchdog:
         *,
         leaving_seconds: float = float("inf"),
     ) -> None:
-        """Write stacks to stderr without a ``folder``; name a departed rank after ``leaving_seconds`` of waiting for
-        it.
-        """
+        """Write stacks to stderr without a ``folder``; name a departed rank awaited for ``leaving_seconds``."""
         self._config, self._folder, self._end, self._leaving_seconds = config, folder, end, leaving_seconds
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
         # Fewer words a second from each where there are many.
@@ -118,7 +117,7 @@ class Watchdog:
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        """Say farewell; tell the others of a failure of this rank alone, not of a shared refusal."""
+        """Say farewell; tell the others of a failure of only this rank, not of a shared refusal."""
         if isinstance(error, RuntimeError):  # how an exchange with a lost peer fails: let its rank be named
             self.await_verdict()
         # What the library raises it raises on all ranks, so nobody is left who would have to be told; of an output that
@@ -162,7 +161,7 @@ class Watchdog:
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Mark an activity that is no step and may take longer."""
+        """Mark an activity that is not a step and may take longer."""
         before = self._doing, self._patience_seconds
         self._doing, self._patience_seconds = what, self._config.patience_seconds
         self._beats += 1
@@ -365,7 +364,7 @@ def _machine() -> str:
 
 
 def _listen() -> socket.socket:
-    """Listen at the process group's address alone; the loopback one on a single machine."""
+    """Listen only at the process group's address; the loopback one on a single machine."""
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     return socket.create_server((str(address[0]), 0), family=family, backlog=dist.get_world_size())

@@ -50,33 +50,33 @@ def shard_batch(
     """Return this rank's part of a Hugging Face batch, ready for a model that ``parallelize`` prepared.
 
     Every rank of one ring passes the same whole batch; replicas pass different ones. Labels are shifted here, before
-    the permutation, so that each token knows its true successor; padding gets the label -100 and comes last, where no
-    real token sees it.
+    the permutation, so that each token knows its true successor; padding gets the label -100 and comes last, unseen by
+    any real token.
 
     Args:
         batch: ``input_ids`` (B, S) and optionally ``labels`` (B, S), unshifted, or ``shift_labels`` (B, S), where entry
             i is the target of token i, or -100; an ``attention_mask`` (B, S), 0 for padding right or left of tokens or
             for a whole row of it, else 1, and padding may not predict a target; ``position_ids`` (B, S) or (S,) that
-            count up, from 0 anew for each packed document. In place of these, or beside them, what collators of
-            flattened batches (transformers', TRL's) give for one row: ``cu_seq_lens_q`` and ``cu_seq_lens_k``
+            count up, from 0 for each packed document. Instead of these, or with them, the keys that collators of
+            flattened batches (transformers', TRL's) return for one row: ``cu_seq_lens_q`` and ``cu_seq_lens_k``
             (documents + 1,), ``max_length_q`` and ``max_length_k``, ``seq_idx`` (1, S). And images and videos, whole
             and best left on the CPU, by the names that transformers' processors give them (``pixel_values``,
             ``image_grid_thw``, ...), for the models in docs/multimodal.md. An entry that is None is left out.
         mesh: the mesh of the model.
         layout: the layout that the model was parallelized with. ``balanced`` makes one for the documents of
             each sequence.
-        device: where the result goes; where ``input_ids`` are when None.
+        device: of the result; that of ``input_ids`` if None.
 
     Returns:
         ``input_ids``, ``position_ids`` (int32) and, when there were labels, ``shift_labels``, each (B, T). For packed
-        documents also ``document_lengths`` (B, most documents), 0 behind the last one: no document will see another
-        one. Padding on the left is a document too; positions count it with the tokens behind it, as in transformers,
-        unless the batch has other ones. ``real_tokens`` (B, T) where an ``attention_mask`` marks padding, which routers
-        of experts do not count. ``sequence_length``, that of the longest document or of whole rows, as positions count,
-        stays on the CPU. ``batch_digest`` (4,) is by what the ranks of a ring see that they were given the same batch:
-        digests of its tokens, targets, documents and padding. With images there are also ``media``, and their digest is
-        a fifth number. ``layout_digest`` is by what a model sees that the batch was split by its own layout, which
-        positions within documents do not always tell.
+        documents also ``document_lengths`` (B, most documents), 0 after the last one: no document will see another one.
+        Padding on the left is a document too; positions count it with the tokens after it, as in transformers, unless
+        the batch sets others. ``real_tokens`` (B, T) if an ``attention_mask`` marks padding, which routers of experts
+        do not count. ``sequence_length``, of the longest document or whole rows, as positions count, stays on the CPU.
+        ``batch_digest`` (4,) has digests of tokens, targets, documents and padding, to check that the ranks of a ring
+        were given the same batch. With images there are also ``media``, and their digest is a fifth number.
+        ``layout_digest`` lets a model check that the batch was split by its own layout, which positions within
+        documents do not always tell.
 
     Raises:
         UnsupportedError: keys, masks or positions that cannot be honoured, by name.
@@ -142,7 +142,7 @@ def _flattened_lengths(batch: Mapping[str, Any], lengths: Tensor | None, *, has_
         return lengths
     rows, length = batch["input_ids"].shape
     if rows != 1:
-        raise UnsupportedError(f"{given[0]} is for a batch that was flattened into one row, input_ids has {rows}")
+        raise UnsupportedError(f"{given[0]} must be flattened into one row, input_ids has {rows}")
     said = {} if not has_positions else {"position_ids": [length] if lengths is None else lengths[0].tolist()}
     for name in given:
         if name.startswith("cu_seq_lens"):
@@ -160,7 +160,7 @@ def _flattened_lengths(batch: Mapping[str, Any], lengths: Tensor | None, *, has_
             said[name] = [size for size in each if size]  # lists of a fixed size repeat an end
         elif name == "seq_idx":
             if batch[name].shape != (1, length):
-                raise UnsupportedError(f"seq_idx has shape {tuple(batch[name].shape)}, input_ids (1, {length})")
+                raise UnsupportedError(f"seq_idx has shape {tuple(batch[name].shape)}, must have (1, {length})")
             said[name] = torch.unique_consecutive(batch[name], return_counts=True)[1].tolist()
     if not said:
         raise UnsupportedError(f"{given[0]} needs position_ids or cu_seq_lens_q beside it")
@@ -170,16 +170,18 @@ def _flattened_lengths(batch: Mapping[str, Any], lengths: Tensor | None, *, has_
             number = next(i for i, (one, other) in enumerate(zip(documents, others, strict=False)) if one != other)
             raise UnsupportedError(
                 f"{first} and {name} say different documents, {len(documents)} and {len(others)}: number {number} "
-                f"(from 0) has {documents[number]} and {others[number]} tokens"
+                f"(from 0) has {documents[number]} and {others[number]} tokens; leave one out"
             )
     for name in ("max_length_q", "max_length_k"):
         if name in batch and int(batch[name]) != max(documents):
-            raise UnsupportedError(f"{name}={int(batch[name])}, the longest document has {max(documents)} tokens")
+            raise UnsupportedError(
+                f"{name}={int(batch[name])}, the longest document has {max(documents)} tokens; set it to that"
+            )
     return torch.tensor([documents]) if len(documents) > 1 else None
 
 
 def targets_of(batch: Mapping[str, Tensor], real: Tensor | None) -> Tensor | None:
-    """Return the target of each token, -100 where there is none. Shape (B, S).
+    """Return the target of each token, -100 for none. Shape (B, S).
 
     Raises:
         UnsupportedError: labels of another shape or dtype, or that padding would predict.
@@ -206,7 +208,7 @@ def targets_of(batch: Mapping[str, Tensor], real: Tensor | None) -> Tensor | Non
 def _check_shape(batch: Mapping[str, Tensor], name: str) -> None:
     if batch[name].shape != batch["input_ids"].shape:
         raise UnsupportedError(
-            f"{name} has shape {tuple(batch[name].shape)}, input_ids {tuple(batch['input_ids'].shape)}"
+            f"{name} has shape {tuple(batch[name].shape)}, must have {tuple(batch['input_ids'].shape)}"
         )
 
 
@@ -241,7 +243,7 @@ def _document_lengths(positions: Tensor, tokens: Tensor) -> Tensor | None:
             "find them by the grids of images and videos"
         )
     if positions.shape[-1] != tokens.shape[1] or positions.shape[:-1] not in ((), (1,), tokens.shape[:1]):
-        raise UnsupportedError(f"position_ids has shape {tuple(positions.shape)}, input_ids {tuple(tokens.shape)}")
+        raise UnsupportedError(f"position_ids has shape {tuple(positions.shape)}, must have {tuple(tokens.shape)}")
     positions = positions.expand(tokens.shape)
     starts = positions == 0
     goes_on = positions[:, 1:] == positions[:, :-1] + 1

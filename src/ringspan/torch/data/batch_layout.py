@@ -1,4 +1,4 @@
-"""Split of a batch's sequences: all alike, or each by its documents' layout."""
+"""Split of a batch's sequences: all by one layout, or each by its documents' layout."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -46,7 +46,7 @@ class BatchLayout:
         return self.rows[row if len(self.rows) > 1 else 0]
 
     def positions(self, rank: int) -> Tensor:
-        """Return the global positions of a rank's tokens, (B, T), or (1, T) for sequences split alike."""
+        """Return the global positions of a rank's tokens, (B, T), or (1, T) if sequences share a layout."""
         return torch.stack([torch.from_numpy(layout.positions(rank)) for layout in self.rows])
 
     def digest(self, rank: int) -> Tensor:

@@ -48,31 +48,31 @@ def blockwise_cross_entropy(
 
     The sum's gradients are computed with it, so one backward pass consumes them; the weight's adds up in float32. With
     more than one block of vocabulary the logits are computed twice: once for their log-sum-exp, once for the gradients;
-    so they are for ``reduction="none"``, the second time in backward.
-    What it holds beside the gradient of ``hidden`` is ``ringspan.core.costs.loss_bytes``, whatever T.
+    so they are for ``reduction="none"``, the second time in backward. Apart from the gradient of ``hidden`` it holds
+    ``ringspan.core.costs.loss_bytes``, for any T.
 
     Args:
         hidden: (T, C); weight (V, C); targets (T,) int64, -100 for none; bias (V,).
         chunk_tokens: tokens whose logits exist at once.
-        chunk_vocabulary: vocabulary entries for which they do; all V when None.
+        chunk_vocabulary: vocabulary entries whose logits exist at once; all V if None.
         z_loss: factor on the squared log-sum-exp (Chowdhery et al. 2022, section 5).
         label_smoothing: share of the target that is spread over the vocabulary, as in torch.
         logit_scale: factor on what the head computes (Cohere, Granite).
         softcap: largest logit (Gemma 2).
         impl: ``blockwise`` is this file; ``liger`` is Liger's fused kernel, which chooses its own blocks; ``auto``
-            takes Liger's on CUDA where it is installed.
+            takes Liger's on CUDA if installed.
         group: ranks that share the vocabulary, each calling with the same hidden and targets: weight and bias are this
             rank's share of V, all of one size and in the order of the ranks. The loss is the whole one on each; the
             gradient of hidden is this rank's part, still to be summed.
-        reduction: ``sum``; or ``none`` for the loss of each token, which Liger's does not give.
+        reduction: ``sum``; or ``none`` for the loss of each token, not with Liger's.
 
     Returns:
-        A scalar, or (T,) without a reduction, in float32, or in float64 when hidden is; 0 where no token has a target.
+        A scalar, or (T,) without a reduction, in float32, or in float64 when hidden is; 0 if no token has a target.
 
     Raises:
-        ConfigError: an option outside of its range, or ``impl="liger"`` where it is not installed, not on CUDA, has a
+        ConfigError: an option outside of its range, or ``impl="liger"`` if it is not installed, not on CUDA, has a
             share of the vocabulary, or is asked for the loss of each token.
-        UnsupportedError: a target that is no entry of the vocabulary; shapes, dtypes or devices that do not fit.
+        UnsupportedError: a target outside the vocabulary; shapes, dtypes or devices that do not fit.
         PeerMismatch: the ranks of the group have other shapes, dtypes or options; on every rank.
 
     Source: Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"; Liu and Abbeel 2023, "Blockwise
@@ -225,7 +225,7 @@ class _PerToken(torch.autograd.Function):
 
 
 def _refuse_second_derivative() -> None:
-    """Raise: once_differentiable would return constants where the loss's gradient needs none itself."""
+    """Refuse second derivatives: once_differentiable might return constants."""
     if torch.is_grad_enabled():
         raise UnsupportedError(
             "blockwise_cross_entropy is differentiated once; call backward or torch.autograd.grad without "

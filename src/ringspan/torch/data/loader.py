@@ -19,11 +19,10 @@ _PLACES: Final = 1 << 12  # of an order, looked up together
 
 
 class RingSampler(DistributedSampler[Any]):
-    """DistributedSampler over a mesh's replicas that begins new epochs by itself and lists no indices.
+    """DistributedSampler over a mesh's replicas that starts new epochs automatically and lists no indices.
 
-    Each pass is an epoch, with its own order if shuffled: DistributedSampler's, above 2**24 examples that of
-    ``shuffled``,
-    of which nothing is drawn ahead. ``set_epoch`` says which epoch comes next, as after resuming.
+    Each pass is an epoch, with its own order if shuffled: DistributedSampler's, or above 2**24 examples ``shuffled``'s,
+    which is not drawn ahead. ``set_epoch`` says which epoch comes next, as after resuming.
     """
 
     def __iter__(self) -> Iterator[Any]:
@@ -48,13 +47,13 @@ class RingSampler(DistributedSampler[Any]):
 def sampler(
     dataset: Dataset[Any], mesh: DeviceMesh, *, shuffle: bool = False, seed: int = 0, drop_last: bool = False
 ) -> RingSampler:
-    """Return the sampler of this rank's replica, alike on all ranks of its ring.
+    """Return the sampler of this rank's replica, equal on all ranks of its ring.
 
     Args:
         dataset: anything with a length; every rank has the same one.
         mesh: as ``parallelize`` takes.
         shuffle: take another order in each epoch, from the seed.
-        seed: alike on every rank.
+        seed: the same on every rank.
         drop_last: leave out what does not come out even; otherwise some first examples are seen twice.
     """
     axis = ring_mesh(mesh)["replicate"]
@@ -78,14 +77,15 @@ def loader(
     drop_last: bool = False,
     **options: Any,
 ) -> DataLoader[Any]:
-    """Return a DataLoader whose batches are alike on a ring and differ between replicas; pass them to ``shard_batch``.
+    """Return a DataLoader whose batches are equal on a ring and differ between replicas; pass them to ``shard_batch``.
+
     Random draws of its workers follow the same rule.
 
     Args:
-        dataset: with a length, see ``sampler``; or iterable, of which replica r of R takes examples r, r + R, ... as
-            long as there is one for each.
+        dataset: with a length, see ``sampler``; or iterable: replica r of R takes examples r, r + R, ... until one
+            lacks its example.
         mesh: as ``parallelize`` takes.
-        batch_size: examples per replica; None where each example is a batch already.
+        batch_size: examples per replica; None if each example is a batch already.
         shuffle: see ``sampler``; an iterable data set has its own order.
         seed: of the order, and of what workers draw.
         drop_last: leave out what does not come out even, and a batch that is not full.

@@ -105,7 +105,7 @@ class LossBlocks:
         return losses, Normalizers(*normalizers)
 
     def gradients(self, normalizers: Normalizers, d_losses: Tensor, wants: list[bool]) -> list[Tensor | None]:
-        """Return the requested gradients of hidden, weight and bias, given those of each token's loss (T,)."""
+        """Return the requested gradients of hidden, weight and bias, given the gradient of each token's loss (T,)."""
         sums = self._zeros(wants)
         for rows in self._rows():
             self._differentiate(rows, normalizers.of(rows), d_losses[rows], sums, is_scanned=False)
@@ -141,7 +141,7 @@ class LossBlocks:
     def _differentiate(
         self, rows: slice, normalizers: Normalizers, d_losses: Tensor, sums: _Sums, *, is_scanned: bool
     ) -> None:
-        """Add a block's gradients, given those of its losses (n,); ``is_scanned``: ``_scan``'s buffer has all of V."""
+        """Add a block's gradients, given its losses' (n,); ``is_scanned``: ``_scan``'s buffer has all of V."""
         chunk, target, several = self.hidden[rows], self._target(rows), len(self.columns) > 1
         factors = self._with_target(d_losses, rows)
         d_hidden = self._new(*chunk.shape) if several and sums.hidden is not None else None
@@ -162,8 +162,7 @@ class LossBlocks:
             sums.hidden[rows] = d_hidden
 
     def _scan(self, chunk: Tensor, target: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return each token's largest logit, ``sum(exp(logit - largest))``, target logit (or 0) and mean logit, all
-        (n,).
+        """Return per token (n,): largest logit, ``sum(exp(logit - largest))``, target logit (or 0) and mean logit.
 
         Leaves ``exp(logit - largest)`` of the last block in the buffer.
         """
@@ -192,7 +191,7 @@ class LossBlocks:
         return highest, parts[0], parts[1], parts[2]
 
     def _logits(self, chunk: Tensor, columns: slice) -> Tensor:
-        """Compute a block's logits in the buffer, and the soft cap's slopes beside it."""
+        """Compute a block's logits in the buffer, and the soft cap's slopes in a second one."""
         logits = _multiply(chunk, self._entries(columns).T, self._block(self.buffer, chunk, columns))
         if self.bias is not None:
             logits += self.bias[columns]

@@ -50,7 +50,7 @@ class Media:
     """A model's cached results."""
 
     def to(self, *_: Any, **__: Any) -> "Media":
-        """Return self: moving a batch to a device leaves images where they are."""
+        """Return self: moving a batch to a device does not move images."""
         return self
 
     def __len__(self) -> int:
@@ -73,14 +73,14 @@ def media_of(batch: Mapping[str, Any]) -> Media | None:
     tokens, mask = batch["input_ids"], batch.get("attention_mask")
     for name in _TOKEN_TYPES:
         if name in inputs and inputs[name].shape != tokens.shape:
-            raise UnsupportedError(f"{name} has shape {tuple(inputs[name].shape)}, input_ids {tuple(tokens.shape)}")
+            raise UnsupportedError(f"{name} has shape {tuple(inputs[name].shape)}, must have {tuple(tokens.shape)}")
     if not inputs:
         return None
     return Media(tokens.cpu(), None if mask is None else marked_tokens(mask).cpu(), inputs)
 
 
 def _tensor(name: str, value: Any) -> Tensor:
-    """Return an input as a tensor, in which models look for per-image numbers."""
+    """Return an input as a tensor, since models look there for per-image numbers."""
     try:
         made = torch.as_tensor(value)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -1,4 +1,4 @@
-"""A random order of any number of examples, computed only where it is needed."""
+"""A random order of any number of examples, computed only for requested places."""
 
 from typing import Final
 

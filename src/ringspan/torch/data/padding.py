@@ -25,7 +25,7 @@ def marked_tokens(attention_mask: Tensor) -> Tensor:
 
 
 def real_tokens(batch: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the tokens (B, S) that are not padding; None for no padding. Rows may be padding alone.
+    """Return the tokens (B, S) that are not padding; None for no padding. Whole rows may be padding.
 
     Raises:
         UnsupportedError: a mask of another shape or values, or with holes.
@@ -57,8 +57,8 @@ def refuse_targets_of_padding(has_target: Tensor, real: Tensor | None, name: str
     """Raise for targets computed from padding, whose hidden states are undefined.
 
     Args:
-        has_target: which tokens (B, S) have one; those of padding may not.
-        real: which tokens are no padding (B, S); None for all of them.
+        has_target: which tokens (B, S) have one; padding may not.
+        real: which tokens are not padding (B, S); None for all.
         name: of the targets in the batch, and ``shift`` how much further a token's is there.
     """
     if real is None or not bool((of_padding := has_target & ~real).any()):
@@ -76,17 +76,17 @@ def refuse_targets_of_padding(has_target: Tensor, real: Tensor | None, name: str
 
 
 def beginnings(real: Tensor) -> Tensor:
-    """Return the tokens (B, S) that are first in a sequence or behind padding."""
+    """Return the tokens (B, S) that are first in a sequence or after padding."""
     return real & torch.cat((real.new_ones(len(real), 1), ~real[:, :-1]), 1)
 
 
 def behind_padding(real: Tensor, lengths: Tensor | None, said_by: str | None) -> Tensor | None:
     """Return each sequence's document lengths, with padding on the left as a document.
 
-    ``said_by`` names what of the batch has said ``lengths``; None where nothing has.
+    ``said_by`` names the batch's source of ``lengths``, if any.
 
     Raises:
-        UnsupportedError: no document begins behind the padding, and one was to be said.
+        UnsupportedError: no document begins after the padding, but one had to be given.
     """
     left = beginnings(real).int().argmax(1, keepdim=True)
     if not bool(left.any()):

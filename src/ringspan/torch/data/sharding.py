@@ -16,13 +16,13 @@ def shard(x: Tensor, layout: Layout, rank: int, dim: int, *, value: float = 0) -
     """Return this rank's ``pad(x, value)[positions(rank)]`` along ``dim``; differentiable.
 
     Raises:
-        UnsupportedError: ``x`` is no plain tensor.
+        UnsupportedError: ``x`` is not a plain tensor.
         LayoutError: no layout, or no rank of it; or ``x`` does not have ``layout.length`` entries along ``dim``.
     """
     check_plain("x", x)
     check_sharding(x.shape, layout, dim)
     if x.shape[dim] != layout.length:
-        raise LayoutError(f"dimension {dim} has {x.shape[dim]} entries, the layout is for {layout.length} tokens")
+        raise LayoutError(f"dimension {dim} has {x.shape[dim]} entries, but must have the layout's {layout.length}")
     missing = layout.padded_length - layout.length
     if missing:
         shape = list(x.shape)
@@ -35,7 +35,7 @@ def unshard(x: Tensor, layout: Layout, group: dist.ProcessGroup | DeviceMesh | N
     """Gather the whole tensor, in order and without padding, from every rank's part; not differentiable.
 
     Raises:
-        UnsupportedError: ``x`` is no plain tensor, or ``group`` no group of this rank.
+        UnsupportedError: ``x`` is not a plain tensor, or ``group`` is not a group of this rank.
         LayoutError: no layout, or one for another number of ranks than the group has; or ``x`` does not have
             ``layout.tokens_per_rank`` entries along ``dim``.
         PeerMismatch: the ranks have other shapes, dtypes or layouts; on every rank.
@@ -45,11 +45,11 @@ def unshard(x: Tensor, layout: Layout, group: dist.ProcessGroup | DeviceMesh | N
     group = find_group(group)
     if x.shape[dim] != layout.tokens_per_rank:
         raise LayoutError(
-            f"dimension {dim} has {x.shape[dim]} entries, the layout has {layout.tokens_per_rank} per rank"
+            f"dimension {dim} has {x.shape[dim]} entries, but must have the layout's {layout.tokens_per_rank} per rank"
         )
     ranks = dist.get_world_size(group) if group is not None else 1
     if layout.ranks not in (1, ranks):
-        raise LayoutError(f"the layout is for {layout.ranks} ranks, the group has {ranks}")
+        raise LayoutError(f"the layout is for {layout.ranks} ranks, the group has {ranks}; make it for {ranks}")
     if layout.ranks > 1:
         what = f"{str(x.dtype).removeprefix('torch.')} {tuple(x.shape)}, dimension {dim}"
         agree(group, {"unshard": what, "layout": f"{layout.fingerprint} of {layout.length} tokens"})

@@ -35,7 +35,7 @@ def layer_masks(
 
 
 def layer_mask(kind: LayerKind, start: int, length: int, real: Runs | None) -> Mask:
-    """Return the mask of queries at [start, length) over keys at [0, length): those of ``real`` runs, all when None."""
+    """Return the mask of queries at [start, length) over keys at [0, length): of ``real`` runs, all if None."""
     if real is None and kind.chunk is None:
         return causal() if kind.window is None else sliding_window(kind.window)
     hi = UNBOUNDED if kind.window is None else kind.window - 1

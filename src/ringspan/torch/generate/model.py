@@ -137,14 +137,14 @@ class RingGenerator(RingCausalLM):
     def generate(self: Any, *args: Any, weights: str = "auto", **kwargs: Any) -> Any:
         """Run ``transformers.GenerationMixin.generate`` on every rank: whole prompt in, whole text out.
 
-        In float32 the tokens are those of one process. Greedy, sampling, beams, assisted decoding, processors,
-        streamers and ``past_key_values`` from ``new_cache()`` are transformers' own. Ranks use the first rank's random
-        numbers and clock. Replicas may have their own prompts.
+        In float32 the tokens equal one process's. Greedy, sampling, beams, assisted decoding, processors, streamers and
+        ``past_key_values`` from ``new_cache()`` are transformers' own. Ranks use the first rank's random numbers and
+        clock. Replicas may have their own prompts.
 
         Args:
             args: as in transformers' ``generate``.
             weights: ``whole`` keeps all weights gathered on each rank, ``sharded`` gathers them for every token,
-                ``auto`` is ``whole`` if they fit beside the cache.
+                ``auto`` is ``whole`` if they fit with the cache.
             kwargs: as in transformers' ``generate``.
 
         Raises:

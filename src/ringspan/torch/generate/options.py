@@ -40,12 +40,12 @@ def agreed_options(
 
     Raises:
         PeerMismatch: they do not; on every rank.
-        RingspanError: an error of some rank; on every rank alike.
+        RingspanError: an error of some rank; on every rank.
     """
     arguments: dict[str, Any] = {}
     try:
         if not issubclass(type(model), GenerationMixin):
-            raise UnsupportedError(f"{class_name(model)} does not generate: its class is no GenerationMixin")
+            raise UnsupportedError(f"{class_name(model)} does not generate: its class must be a GenerationMixin")
         bound = inspect.signature(plain).bind(*args, **kwargs).arguments
         arguments = {**bound.pop("kwargs", {}), **bound}
         name_ours(arguments)
@@ -195,7 +195,7 @@ def _check_continues(cache: RingCache, ids: Tensor, mask: Tensor | None) -> None
     if not length:
         return
     if len(cache.ids) % len(ids):
-        raise UnsupportedError(f"the cache holds {len(cache.ids)} sequences, input_ids {len(ids)}")
+        raise UnsupportedError(f"the cache holds {len(cache.ids)} sequences, input_ids {len(ids)}; give as many")
     if mask is not None and mask.shape[-1] != ids.shape[1]:
         if mask.shape[-1] <= length:
             raise UnsupportedError(

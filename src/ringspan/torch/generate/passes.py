@@ -63,7 +63,7 @@ def agreed_pass(model: Any, forward: Callable[..., Any], args: tuple[Any, ...], 
 
     Raises:
         PeerMismatch: they do not; on every rank.
-        RingspanError: an error of some rank; on every rank alike.
+        RingspanError: an error of some rank; on every rank.
     """
     asked = CachePass()
     try:
@@ -161,9 +161,9 @@ def _check_pass(model: Any, asked: CachePass) -> None:
             "in a batch, or one at a time"
         )
     if positions is not None and positions.shape[-1] != ids.shape[1]:
-        raise UnsupportedError(f"position_ids are {positions.shape[-1]} for {ids.shape[1]} tokens")
+        raise UnsupportedError(f"position_ids are {positions.shape[-1]} for {ids.shape[1]} tokens; give one each")
     if cache is not None and (rows := cache.num_sequences) not in (None, len(ids)):
-        raise UnsupportedError(f"the cache holds {rows} sequences, input_ids {len(ids)}")
+        raise UnsupportedError(f"the cache holds {rows} sequences, input_ids {len(ids)}; give as many")
     last = length if positions is None else int(positions.max()) + 1
     if error := beyond_table(model, model.get_submodule(model.ring_decoder), last):
         raise error
@@ -284,7 +284,7 @@ def _sequences(turn: Turn) -> SequencePass:
 
 @contextmanager
 def unchecked(model: nn.Module) -> Iterator[None]:
-    """Disable activation checkpointing, in which transformers' layers forget their cache."""
+    """Disable activation checkpointing, since it makes transformers' layers forget their cache."""
     modules = [module for module in model.modules() if getattr(module, "gradient_checkpointing", False)]
     for module in modules:
         module.gradient_checkpointing = False  # pyright: ignore[reportArgumentType]

@@ -47,7 +47,7 @@ def new_positions(
 def new_shifts(cache: RingCache, positions: Tensor, mask: Tensor | None) -> Tensor:
     """Compute the shifts of new tokens (B, n) from their positions.
 
-    Text after an image or video begins behind its last row and column, however long a video is.
+    Text after an image or video begins after its last row and column, however long a video is.
     """
     rows, count = positions.shape[-2:]
     reached = (positions if positions.ndim == 2 else positions[-2:].amax(0)).cpu() + 1
@@ -61,6 +61,6 @@ def new_shifts(cache: RingCache, positions: Tensor, mask: Tensor | None) -> Tens
 
 
 def whole_positions(model: Any, cache: RingCache, ids: Tensor, mask: Tensor | None, media: Media | None) -> Tensor:
-    """Compute ``generate``'s positions of all L tokens after a cache, of which it takes the new ones'."""
+    """Compute positions of all L tokens after a cache; ``generate`` takes the new ones'."""
     count = (ids if mask is None else mask).shape[1] - cache.shares.length
     return pad(new_positions(model, cache, len(ids), count, mask, media), (cache.shares.length, 0)).to(ids.device)

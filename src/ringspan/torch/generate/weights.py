@@ -32,7 +32,7 @@ def check_weights(weights: Any) -> None:
 def weights_for_tokens(model: Any, weights: str, cache_bytes: int) -> Iterator[None]:
     """Keep all weights whole on each rank during generation, or gather them for each pass.
 
-    ``auto`` keeps them whole if they fit beside ``cache_bytes`` on all ranks, and logs the reason.
+    ``auto`` keeps them whole if they fit with ``cache_bytes`` on all ranks, and logs the reason.
     """
     ring = model.ring_mesh["ring"]
     if ring.size() == 1 or weights == "sharded" or not isinstance(model, FSDPModule):
@@ -55,7 +55,7 @@ def weights_for_tokens(model: Any, weights: str, cache_bytes: int) -> Iterator[N
 
 
 def gathered_bytes(model: Any) -> int:
-    """Return the bytes of a ring's gathered weights, copies beside the shards; the same number on every rank."""
+    """Return the bytes of a ring's gathered weights, extra to the shards; the same number on every rank."""
     precision = model._get_fsdp_state()._mp_policy.param_dtype
     return sum(
         _numbers_on_ring(parameter) * (precision or parameter.dtype).itemsize

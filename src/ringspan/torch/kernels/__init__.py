@@ -1,4 +1,4 @@
-"""Local attention kernels behind one contract, a file each, and which of them computes what."""
+"""Local attention kernels with one contract, a file each, and the choice between them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

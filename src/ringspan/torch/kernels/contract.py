@@ -25,11 +25,11 @@ class BackwardInputs(NamedTuple):
 
 
 class Kernel(Protocol):
-    """Attention of the rows and keys of launches: either what it makes of one, or added to what is there already.
+    """Attention of the rows and keys of launches: the result of one, or added to an earlier result.
 
     q (B, H, rows, D), k (B, G, keys, D), v (B, G, keys, E), already cut to the launch; G divides H. ``lse`` is the
-    natural log-sum-exp in float32; a row that no tile of the launch gives a key has out 0 and lse -inf. ``scores`` says
-    what a product q . k becomes, with the launch's positions where they count. Backward takes the GLOBAL out and lse of
+    natural log-sum-exp in float32; a row that no tile of the launch gives a key has out 0 and lse -inf. ``scores`` maps
+    a product q . k to its score, with the launch's positions if they count. Backward takes the GLOBAL out and lse of
     the rows and makes this launch's share of dq, dk, dv.
 
     ``memory`` is how q, k, v, dout and out must lie (``laid_out``). The running sums of a kernel that adds in place

@@ -12,10 +12,10 @@ class Memory(NamedTuple):
 
     Args:
         in_rows: the tokens of a head are the rows of a matrix, ``x.stride(3) == 1`` and ``x.stride(2) >= D``. Kernels
-            that do not look at the last stride read something else where it is not 1, and matrix products do where
-            rows overlap, as those of an expanded tensor.
-        alignment_bytes: where a row takes a multiple of so many bytes, it also begins at one: kernels that load
-            vectors. Of other rows such a kernel makes itself wider ones.
+            that ignore the last stride read wrong values if it is not 1, and so do matrix products if rows overlap, as
+            in an expanded tensor.
+        alignment_bytes: if a row takes a multiple of this, it also begins at one: for kernels that load vectors. Such a
+            kernel copies other rows to wider ones.
         may_repeat: batch and heads may be expanded, that is have a stride of 0.
     """
 

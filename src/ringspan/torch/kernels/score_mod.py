@@ -1,4 +1,4 @@
-"""Modifications of q . k before the softmax, beside the mask: scale, soft cap, ALiBi."""
+"""Modifications of q . k before the softmax, other than the mask: scale, soft cap, ALiBi."""
 
 from dataclasses import dataclass, replace
 
@@ -7,11 +7,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Scores:
-    """``s = scale q . k``, then ``s = softcap tanh(s / softcap)`` if there is a soft cap (Gemma 2), then ``s -= slope
-    |p - p'|`` with the global positions p and p' of query and key if there are slopes (ALiBi, Press et al. 2022).
+    """Scores in three steps: scale, soft cap, ALiBi.
+
+    ``s = scale q . k``, then ``s = softcap tanh(s / softcap)`` if there is a soft cap (Gemma 2), then ``s -= slope |p -
+    p'|`` with the global positions p and p' of query and key if there are slopes (ALiBi, Press et al. 2022).
 
     ``slopes`` (H,) float32, one per query head. ``query_positions`` (rows,) and ``key_positions`` (keys,) int64 are
-    set, for a tile, where there are slopes.
+    set, for a tile, if there are slopes.
     """
 
     scale: float

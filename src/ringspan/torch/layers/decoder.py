@@ -52,7 +52,7 @@ def head_counts(config: PreTrainedConfig) -> list[tuple[int, int]]:
         return []
     counts = list(zip(*(of_layers(config, f"num_{kind}_heads") for kind in ("attention", "key_value")), strict=True))
     if not all(isinstance(heads, int) for heads, _ in counts):
-        raise UnsupportedError(f"{config.model_type} has no attention heads; only models with attention are supported")
+        raise UnsupportedError(f"{config.model_type} has no attention heads; use a model with attention")
     return [(heads, kv_heads or _shared_by(config, heads)) for heads, kv_heads in counts]
 
 

@@ -41,7 +41,7 @@ def own_gradient(embedding: nn.Embedding) -> str:
 def embedding_gradient(gradient: Tensor, tokens: Tensor, num_embeddings: int, padding_idx: int | None = None) -> Tensor:
     """Compute ``zeros(V, C).index_add_(0, tokens, gradient)`` in float64 on a CPU, float32 on CUDA.
 
-    Works on some columns at a time: at most 8 M numbers beside the result.
+    Works on some columns at a time: at most 8 M numbers in addition to the result.
 
     Args:
         gradient: of the looked-up rows (T, C).
@@ -74,7 +74,7 @@ class _Summed(nn.Module):
 
 
 class _Lookups(TorchFunctionMode):
-    """Mode in which look-ups have our gradient."""
+    """Mode that gives look-ups our gradient."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (_look_up if func is functional.embedding else func)(*args, **(kwargs or {}))

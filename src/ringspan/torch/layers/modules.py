@@ -59,7 +59,7 @@ def mix_in(module: nn.Module, mixin: type, **attributes: Any) -> None:
     """Put a mixin before a module's class, and set attributes, in place.
 
     The class keeps its name, which saved configs contain. A forward set on the module itself would hide the mixin's, so
-    it moves to the class behind it. Functions become methods; other values belong to the module, since FSDP keeps every
+    it moves to the class after it. Functions become methods; other values belong to the module, since FSDP keeps every
     class alive, and with it all that the class holds.
     """
     plain = type(module)
@@ -97,7 +97,7 @@ def hooks_of(module: nn.Module) -> tuple[int, ...]:
 
 
 def forward_of(module: nn.Module) -> Any:
-    """Return the forward behind our mixins: the class's, or the module's own."""
+    """Return the forward below our mixins: the class's, or the module's own."""
     if "forward" in vars(module):
         return vars(module)["forward"]
     kinds = (kind for kind in type(module).__mro__ if "forward" in vars(kind) and not issubclass(kind, Mixin))

@@ -93,7 +93,7 @@ class _Told(Mixin):
 
 
 class _Behind(Mixin):
-    """Mixin that ``number_tokens`` adds to a learned table whose first ``offset`` rows are no token's."""
+    """Mixin that ``number_tokens`` adds to a learned table whose first ``offset`` rows are unused."""
 
     offset: int
 

@@ -40,7 +40,7 @@ class RouterLoss(NamedTuple):
     recorder: RouterRecorder
 
     def __call__(self, scores: Sequence[Tensor], real: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-        """Compute the loss of all ranks' tokens; its gradient is that of the local tokens.
+        """Compute the loss of all ranks' tokens; its gradient covers the local tokens.
 
         Takes each layer's scores (T, E), the mask of real tokens (T,) and the groups of ranks with other tokens.
 
@@ -117,7 +117,7 @@ def record_routers(decoder: nn.Module, loss: RouterLoss) -> None:
 
 @torch.compiler.disable()
 def real_tokens_of(model: Any, positions: Tensor, sequence_length: int, document_lengths: Tensor | None) -> Tensor:
-    """Return the mask (B, T) of local tokens that are no padding of the layout: those within their documents."""
+    """Return the mask (B, T) of local tokens within their documents: not padding of the layout."""
     ring = model.ring_mesh["ring"]
     split = BatchLayout.of(model.ring_layout, ring.size() * positions.shape[1], ring.size(), document_lengths)
     everywhere = split.positions(ring.get_local_rank()).to(positions.device)

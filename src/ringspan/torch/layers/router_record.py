@@ -11,7 +11,7 @@ class RouterRecorder:
     """Collector of router scores (T, E) through forward hooks, active inside ``recording``.
 
     Transformers' own capture sees a blockwise router once per block and without gradients. Here blockwise code takes
-    each block's scores (``block``) and adds those of all tokens.
+    each block's scores (``block``) and adds all tokens' scores.
     """
 
     def __init__(self, num_experts: int) -> None:

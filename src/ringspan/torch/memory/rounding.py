@@ -20,8 +20,8 @@ _SEEDS: Final = 1 << 31
 class RoundingAdamW(torch.optim.AdamW):
     """AdamW with float32 moments and random rounding of bfloat16 parameters.
 
-    Random numbers depend on the step and the parameter's place, so that replicas and resumed runs round alike. Float32
-    parameters are stepped as by AdamW.
+    Random numbers depend on the step and the parameter's place, so that replicas and resumed runs round identically.
+    Float32 parameters are stepped as by AdamW.
 
     Raises:
         ConfigError: parameters of another dtype than these two.

@@ -78,7 +78,7 @@ class Segments:
 
 
 def checkpointed(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Run ``torch.utils.checkpoint``, but leave no hooks behind when ``function`` raises.
+    """Run ``torch.utils.checkpoint``, and remove its hooks if ``function`` raises.
 
     Until torch 2.12 they live as long as the exception, and later passes would recompute from the failed layer.
     """

@@ -138,7 +138,7 @@ def _whole_parameters(model: FSDPModule) -> list[Any]:
 
 
 def _state_of(module: FSDPModule) -> Any:
-    """Return FSDP's state of a module; there is no public way to ask whether it is in a pass."""
+    """Return FSDP's state of a module; no public call tells whether it is in a pass."""
     return module._get_fsdp_state()
 
 

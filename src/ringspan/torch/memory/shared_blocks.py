@@ -13,7 +13,7 @@ from ringspan.torch.layers.modules import hooks_of
 
 
 class SharedBlock(NamedTuple):
-    """A module's path inside of a layer, and that of its equal in an earlier layer."""
+    """A module's path inside a layer, and its equal's in an earlier layer."""
 
     layer: str
     place: str
@@ -24,7 +24,7 @@ def find_shared_blocks(model: nn.Module) -> list[SharedBlock]:
     """Return the blocks that layers share with earlier ones, without changing the model.
 
     Raises:
-        UnsupportedError: a weight that two layers share alone, not with all of a block.
+        UnsupportedError: a weight that two layers share without the rest of a block.
     """
     owners: dict[int, str] = {}
     found: list[SharedBlock] = []
@@ -39,7 +39,7 @@ def find_shared_blocks(model: nn.Module) -> list[SharedBlock]:
             if place is None:
                 raise UnsupportedError(
                     f"{type(model).__name__}: {path}.{name} is a weight of {other} too, and what is around it is not "
-                    "the same in both, which is not supported yet"
+                    "the same in both, which is not supported yet; give each layer its own"
                 )
             places[place] = layers[other].get_submodule(place)
         found += [SharedBlock(path, place, first) for place, first in places.items()]
@@ -77,6 +77,6 @@ def _are_alike(layer: nn.Module, other: nn.Module, place: str) -> bool:
 
 
 def _kind_of(path: str, module: nn.Module) -> tuple[Any, ...]:
-    """Return what a module computes beside its weights: modules with own hooks differ."""
+    """Return what determines a module's computation, apart from weights: modules with own hooks differ."""
     values = {name: x for name, x in vars(module).items() if isinstance(x, (bool, int, float, str))}
     return path, type(module), hooks_of(module), vars(module).get("forward"), values

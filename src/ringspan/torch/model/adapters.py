@@ -37,8 +37,8 @@ def base_of(model: Any) -> Any:
     """Return the transformers model inside a PEFT model.
 
     Raises:
-        UnsupportedError: an adapter is no set of weights beside the model's (prompts, prefixes), or changes more than
-            token-wise modules.
+        UnsupportedError: an adapter is not a set of weights next to the model's (prompts, prefixes), or changes more
+            than token-wise modules.
     """
     for name, config in model.peft_config.items():
         kind = getattr(config.peft_type, "value", config.peft_type)

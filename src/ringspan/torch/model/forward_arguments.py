@@ -97,7 +97,7 @@ REFUSED: Final[Mapping[str, str]] = {
 
 @torch.compiler.disable()
 def check_arguments(model_name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise if a caller gave what a model on a ring does not do; None is every default.
+    """Raise for arguments that a model on a ring does not support; every default is None.
 
     Raises:
         UnsupportedError: the first such argument, with what to do instead; or an unknown one.
@@ -122,7 +122,7 @@ def _similar(name: str, known: Iterable[str]) -> str:
 
 
 class Unsaid(Enum):
-    """Value of an omitted argument for which None has a meaning."""
+    """Value of an omitted argument if None has a meaning."""
 
     UNSAID = "unsaid"
 
@@ -193,4 +193,4 @@ def check_attention(module: nn.Module, arguments: Mapping[str, Any]) -> None:
             raise UnsupportedError(f"{kind} gives attention {name}, which the ring does not know; leave it out")
         if known is not _ANY and (isinstance(value, Tensor) or value not in known.values):
             shown = "" if isinstance(value, Tensor) else f"={value}"
-            raise UnsupportedError(f"{kind} asks for {name}{shown}, which the ring does not support yet")
+            raise UnsupportedError(f"{kind} asks for {name}{shown}, which the ring does not support yet; unset it")

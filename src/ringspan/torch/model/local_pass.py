@@ -98,7 +98,7 @@ class Packed:
 
 @torch.compiler.disable()
 def _sequences(model: Any, tokens: int, packed: Packed | None) -> SequencePass:
-    """Return the pass that layers with a state see, for so many local tokens."""
+    """Return the pass that layers with a state see, for ``tokens`` local tokens."""
     ring = model.ring_mesh["ring"]
     split = None if packed is None else packed.split
     split = split or BatchLayout.of(model.ring_layout, tokens * ring.size(), ring.size(), None)

@@ -55,7 +55,7 @@ def refuse_stateful(view: ModelView) -> None:
         if isinstance(module, nn.Conv1d) and path.rpartition(".")[0] not in held:
             raise UnsupportedError(
                 f"{name} mixes tokens outside of attention: {path} is a convolution that its module computes itself, "
-                f"not by {_CONVOLUTION}"
+                f"not by {_CONVOLUTION}; see docs/models.md"
             )
     types = getattr(decoder.config, "layer_types", None) or ()
     stateful = sum(kind in STATEFUL_LAYERS for kind in types)
@@ -106,7 +106,7 @@ def _code_of(module: nn.Module) -> Any:
 
 
 def functions_of(module: nn.Module) -> tuple[str, ...]:
-    """Return the functions by which a module's forward mixes tokens; ours if they are inlined."""
+    """Return the functions that mix tokens in a module's forward; ours if they are inlined."""
     return (lightning_attention.__name__,) if _is_lightning(module) else _hooks_of(module)
 
 

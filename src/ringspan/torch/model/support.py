@@ -108,7 +108,7 @@ def _refuse_own_tower(name: str, decoder: PreTrainedModel) -> None:
 
 
 def refuse_quantised(config: PreTrainedConfig) -> None:
-    """Raise UnsupportedError for quantised files; a model made of the config alone has plain weights."""
+    """Raise UnsupportedError for quantised files; a model built from only the config has plain weights."""
     if (packed := getattr(config, "quantization_config", None)) is not None:
         values = packed if isinstance(packed, dict) else packed.to_dict()
         if values.get("quant_method") == "torchao":
@@ -126,12 +126,12 @@ def refuse_config(config: PreTrainedConfig) -> None:
     """Raise UnsupportedError for a config field that asks for more than causal attention."""
     kind = config.model_type
     if config.is_encoder_decoder:
-        raise UnsupportedError(f"{kind} is an encoder-decoder model; only decoder-only causal models are supported")
+        raise UnsupportedError(f"{kind} is an encoder-decoder model; use a decoder-only causal model")
     config = text_config(config)
     for heads, kv_heads in set(head_counts(config)):
         if heads % kv_heads:
             raise UnsupportedError(
-                f"{kind}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}"
+                f"{kind}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}; correct it"
             )
     known = {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp", *STATEFUL_LAYERS}
     others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
@@ -146,7 +146,7 @@ def refuse_config(config: PreTrainedConfig) -> None:
     asked = getattr(config, "use_bidirectional_attention", None)
     sees_later = asked not in (None, False, "vision") and kind != "paligemma"
     if not getattr(config, "is_causal", True) or sees_later:
-        raise UnsupportedError(f"{kind}: bidirectional attention is not supported yet")
+        raise UnsupportedError(f"{kind}: bidirectional attention is not supported yet; see docs/models.md")
 
 
 def refuse_route(config: PreTrainedConfig, ranks: int, route: str, comm_dtype: str, tp: int = 1) -> None:
@@ -256,7 +256,7 @@ def _try_head(view: ModelView, head: Any) -> FoundHead | str:
 
 
 def _ways(head: Any, hidden: Tensor, config: PreTrainedConfig) -> list[tuple[FoundHead, Tensor]]:
-    """Return logits by the config, or by the head alone: Aya Vision and Granite Speech ignore their text config."""
+    """Return logits by the config, or only by the head: Aya Vision and Granite Speech ignore their text config."""
     said, plain = FoundHead(scale=logit_scale(config), softcap=logit_softcap(config)), FoundHead()
     made = head(hidden)
     before = head(hidden * said.scale)  # the factor comes before the head (Inkling)

@@ -78,7 +78,7 @@ def _find_positions(model: Any, kind: Kind, media: Media, lengths: Tensor | None
 
 
 def _check_prefix(model: Any, kind: Kind, media: Media, lengths: Tensor | None) -> None:
-    """Raise UnsupportedError for blocks that are no regions of the model's mask."""
+    """Raise UnsupportedError for blocks that are not regions of the model's mask."""
     window = getattr(text_config(model.config), "sliding_window", None)
     for example, blocks in enumerate(blocks_of(kind, media, lengths) or ()):
         documents = 1 if lengths is None else int((lengths[example] > 0).sum())
@@ -114,7 +114,7 @@ def _check_modality(model: Any, modality: Modality, media: Media) -> None:
             raise _lonely_tokens(model, modality, counts)
         return
     if placeholder(model, modality) == 0:
-        raise UnsupportedError(f"{modality.token_field}=0 of the config is the token that pads sequences on a ring")
+        raise UnsupportedError(f"{modality.token_field}=0 of the config is a ring's padding token; choose another")
     cut.check(media.inputs)
     units = len(cut.costs(media.inputs))
     if not units:
@@ -154,5 +154,5 @@ def check_counts(modality: Modality, made: Sequence[int], wanted: Sequence[int])
     left = sum(rest[unit:])
     raise UnsupportedError(
         f"{modality.cut.pixels} makes {left} more embeddings than the {len(wanted)} examples of the batch have tokens "
-        f"for {modality.name}s ({sum(wanted)})"
+        f"for {modality.name}s ({sum(wanted)}); use the processor's tokens"
     )

@@ -48,7 +48,8 @@ class Cut:
         counts = {name: len(inputs[name]) for name in self.names if name in inputs}
         if len(set(counts.values())) > 1:
             raise UnsupportedError(
-                f"{' and '.join(counts)} are for different numbers of images: {', '.join(map(str, counts.values()))}"
+                f"{' and '.join(counts)} are for different numbers of images: "
+                f"{', '.join(map(str, counts.values()))}; give each an entry per image"
             )
 
     def costs(self, inputs: Inputs) -> list[int]:
@@ -92,7 +93,7 @@ class Cut:
 
 
 def _whose(before: int, counts: Sequence[int]) -> str:
-    """Name the example of an image after ``before`` tokens of other images; empty if there are no more."""
+    """Name the example of an image after ``before`` tokens of other images; empty if none follows."""
     example = sum(end <= before for end in accumulate(counts))
     return f" (example {example} of the batch)" if example < len(counts) else ""
 
@@ -122,7 +123,9 @@ class FramesOfGrid(Cut):
             raise UnsupportedError(f"{self.pixels} must be {self.form}, got {tuple(inputs[self.pixels].shape)}")
         patches, grids = len(inputs[self.pixels]), inputs[self.grid].prod(-1).tolist()
         if patches != sum(grids):
-            raise UnsupportedError(f"{self.pixels} holds {patches} patches, {self.grid} says {sum(grids)} ({grids})")
+            raise UnsupportedError(
+                f"{self.pixels} holds {patches} patches, {self.grid} says {sum(grids)} ({grids}){_OTHER}"
+            )
 
     def costs(self, inputs: Inputs) -> list[int]:
         return [rows * columns for frames, rows, columns in inputs[self.grid].tolist() for _ in range(frames)]
@@ -193,7 +196,7 @@ class ImagesOfTiles(Cut):
         check_numbers("image_sizes", sizes, ("height", "width"))
         if sum(self._groups(inputs)) != len(pixels):
             raise UnsupportedError(
-                f"batch_num_images says {sum(self._groups(inputs))} images, {self.pixels} holds {len(pixels)}"
+                f"batch_num_images says {sum(self._groups(inputs))} images, {self.pixels} holds {len(pixels)}{_OTHER}"
             )
 
     def _groups(self, inputs: Inputs) -> list[int]:
@@ -266,7 +269,7 @@ class WindowsOfSound(Cut):
 
 @dataclass(frozen=True)
 class PartsOfSound(WindowsOfSound):
-    """Sound windows with a mask (W, steps) of real steps, which alone have embeddings."""
+    """Sound windows with a mask (W, steps) of real steps, the only ones with embeddings."""
 
     def check(self, inputs: Inputs) -> None:
         pixels, name = inputs[self.pixels], self.names[1]

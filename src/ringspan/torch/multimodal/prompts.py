@@ -26,7 +26,7 @@ class PromptImages(SharedTowers):
         count: new tokens n, including those guessed after the prompt.
 
     Raises:
-        UnsupportedError: embeddings do not match their tokens; on every rank alike.
+        UnsupportedError: embeddings do not match their tokens; on every rank.
     """
 
     def __init__(self, model: Any, media: Media, rows: int, count: int) -> None:
@@ -46,7 +46,7 @@ class PromptImages(SharedTowers):
                     self.asked(inner, modality.name)
 
     def features(self, name: str, compute: Callable[..., Any]) -> Any:
-        """Return all embeddings at first, kept by every rank; then those of the tokens being read."""
+        """Return all embeddings at first, kept by every rank; then the embeddings of tokens being read."""
         work = self.works[name]
         places = is_of(self.model, work.modality, self.media.tokens)
         if name not in self._made:

@@ -205,7 +205,7 @@ class MediaPass(SharedTowers):
         """Return a tower's output with the local tokens' embeddings in place of its share's.
 
         Raises:
-            UnsupportedError: embeddings do not match the batch's tokens; on every rank alike.
+            UnsupportedError: embeddings do not match the batch's tokens; on every rank.
         """
         work = self.works[name]
         places, wanted = torch.empty(0, 2, dtype=torch.int64), [0]
@@ -218,9 +218,9 @@ class MediaPass(SharedTowers):
 
 
 def find_pass(model: Any, media: Media | None, tokens: int, lengths: Tensor | None) -> MediaPass | None:
-    """Return the image pass of a batch with so many local tokens; None if no replica has images.
+    """Return the image pass of a batch with some local tokens; None if no replica has images.
 
-    Replicas run towers alike, since gradients are summed: one without images runs the smallest of another's.
+    All replicas run the same towers, since gradients are summed: one without images runs the smallest of another's.
     """
     kind: Kind | None = model.ring_media
     if kind is None:

@@ -38,7 +38,7 @@ class Record:
 
 @dataclass
 class Before:
-    """A layer's cached state from tokens before this pass, alike on every rank; None without any."""
+    """A layer's cached state from tokens before this pass, equal on every rank; None without any."""
 
     inputs: Tensor | None = None
     """Last inputs of its convolution, (B, C, K)."""
@@ -49,8 +49,7 @@ class Before:
 class SequencePass:
     """Sequences of a forward pass: their layouts and documents.
 
-    ``layouts`` and ``starts`` (increasing, from 0) have one entry per sequence, or one if all are alike. ``packed``
-    tells
+    ``layouts`` and ``starts`` (increasing, from 0) have one entry per sequence, or one for all. ``packed`` tells
     attention of the documents. ``before`` is set in a pass over a cache, whose layout counts from its first token.
     """
 
@@ -62,7 +61,7 @@ class SequencePass:
     before: Before | None = field(default=None, compare=False)
 
     def of_rows(self) -> "list[tuple[slice, SequencePass]]":
-        """Yield the sequences that are split alike."""
+        """Yield the sequences that share a layout."""
         if len(self.layouts) == 1:
             return [(slice(None), self)]
         return [

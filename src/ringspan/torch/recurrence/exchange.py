@@ -26,7 +26,7 @@ def scan_states(maps: Tensor, states: Tensor, plan: str, is_matrix: bool, revers
     """Return each local span's incoming state, composed of earlier spans' maps ``A_j S + B_j``; 0 if none.
 
     maps (n, B, ...) are A and states (n, B, ...) B. In ``reverse`` the spans come from the last one on, A is transposed
-    and what a span takes is the gradient of the state behind it.
+    and a span takes the gradient of the state after it.
     """
     plan_, name = from_text(plan)
     group = _group(name)
@@ -104,7 +104,7 @@ def halo_of(x: Tensor, width: int, plan: str) -> Tensor:
 
 @torch.library.custom_op("ringspan::halo_backward", mutates_args=())
 def halo_backward(dhalo: Tensor, width: int, tokens: int, plan: str) -> Tensor:
-    """Return the gradients of inputs from those of halos: (n, B, C, width) -> (B, C, tokens)."""
+    """Return the gradients of inputs from the halos': (n, B, C, width) -> (B, C, tokens)."""
     return _lent(dhalo, tokens, width, plan, reverse=True)
 
 

@@ -66,14 +66,14 @@ class Plan:
             yield LocalPiece(first, first + count, number > 0 and not begins)
 
     def passes(self, number: int, starts: tuple[int, ...]) -> bool:
-        """Return whether the state that a span takes goes on behind it."""
+        """Return whether a span passes on the state that it takes."""
         return passes(self.places, number, starts)
 
     def reach_back(self, number: int, width: int, starts: tuple[int, ...]) -> int:
         return reach_back(self.places, number, width, starts)
 
     def is_taken(self, number: int) -> bool:
-        """Return whether the next span takes the state behind this one."""
+        """Return whether the next span takes the state after this one."""
         return number + 1 < len(self.places) and self.links.takes[number + 1]
 
     def takes(self, number: int) -> bool:

@@ -111,7 +111,7 @@ class _Job:
         return cls(rule, function, dict(arguments), plan, plan.mine(rank), text)
 
     def outputs(self, arguments: Arguments) -> Tensor:
-        """Return the outputs where no span takes a state."""
+        """Return the outputs if no span takes a state."""
         return torch.cat([self.run(arguments, number, None)[0] for number in self.mine], self.rule.out_dim)
 
     def run(self, arguments: Arguments, number: int, state: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -185,8 +185,9 @@ class Lightning:
 def lightning_attention(
     query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, *, block_tokens: int = 256, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``S_t = exp(-slope_h) S_{t-1} + k_t v_t^T``, ``o_t = S_t^T q_t`` in blocks of tokens. Returns outputs in
-    q's dtype, and the final state in float32 or wider.
+    """Compute ``S_t = exp(-slope_h) S_{t-1} + k_t v_t^T``, ``o_t = S_t^T q_t`` in blocks of tokens.
+
+    Returns outputs in q's dtype, and the final state in float32 or wider.
 
     q, k (B, H, T, K), v (B, H, T, V), slopes (H,). Source: Qin et al. 2024, "Lightning Attention-2", arXiv 2401.04658.
     """

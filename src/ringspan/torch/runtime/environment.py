@@ -14,7 +14,7 @@ def is_rank() -> bool:
     """Return whether torchrun or an equivalent started this process as a rank.
 
     Raises:
-        ConfigError: only some of what describes a rank is set, or it is no number that can be right.
+        ConfigError: only some variables of a rank are set, or one is not a valid number.
     """
     given = [name for name in _OF_A_RANK if os.environ.get(name)]
     if not given:

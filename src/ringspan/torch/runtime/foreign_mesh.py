@@ -48,16 +48,16 @@ def map_mesh(mesh: DeviceMesh, *, ring: Names, replicate: Names = None, tp: Name
     """Return a mesh with ``init_mesh``'s axes over the ranks of another one.
 
     Not needed for the names of torchtitan and accelerate, which every function recognises: ``dp_replicate``, ``cp``,
-    ``sp``, ``tp``. Process groups are those of the mesh; one is made where two axes become one. Call it on every rank.
+    ``sp``, ``tp``. Process groups are the mesh's; one is created if two axes become one. Call it on every rank.
 
     Args:
         mesh: of any names and order. A part of one, as ``mesh["data", "context"]``, leaves axes out.
-        ring: the axis, or axes, over which sequences and weights are split; None for a ring of one.
-        replicate: those whose ranks take other examples, with copies of the weights.
-        tp: those over which heads and features are split.
+        ring: the axis, or axes, that split sequences and weights; None for a ring of one.
+        replicate: axes whose ranks take other examples, with copies of the weights.
+        tp: axes that split heads and features.
 
     Raises:
-        ConfigError: a name that is no axis or is given twice, an axis of two or more ranks that has no role, or ranks
+        ConfigError: a name that is not an axis or is given twice, an axis of two or more ranks without a role, or ranks
             that do not ascend along an axis.
     """
     sizes = dict(zip(_names(mesh), mesh.shape, strict=True))

@@ -1,4 +1,4 @@
-"""The process from which local ranks fork; it imports torch itself, so it can start early."""
+"""Parent process of forked local ranks; it imports torch itself, so it can start early."""
 
 import multiprocessing
 import os

@@ -58,18 +58,18 @@ def launch(
 
     The ranks meet through a file and talk over the loopback interface. Each uses ``threads`` CPU threads, an equal
     share of the cores when None. CUDA ranks get a device each. When a rank dies, all are started again, up to
-    ``max_restarts`` times; what a rank refused is not tried again. With ``forward_signals`` a stop signal goes on to
-    the ranks, who end by themselves, and a second SIGINT kills them; otherwise the first one ends them. Ranks that are
-    thrifty give the memory of large tensors back as soon as these are freed, on Linux with glibc, unless the
-    environment has GLIBC_TUNABLES already.
+    ``max_restarts`` times; what a rank refused is not tried again. With ``forward_signals`` a stop signal is forwarded
+    to the ranks, which end themselves, and a second SIGINT kills them; otherwise the first one ends them. ``thrifty``
+    ranks return the memory of large tensors as soon as these are freed, on Linux with glibc, unless the environment
+    sets GLIBC_TUNABLES.
 
     On Linux without CUDA the others are forks of one process, which lives as long as this one and has imported what
     the first launch's function needs, in the environment of that launch: a rank starts in a tenth of a second.
 
     Raises:
         ConfigError: fewer than one rank, more than ``MOST_RANKS``, or more than CUDA devices when there are any.
-        RingspanError: what a rank refused, with its message, or an output that it could not write.
-        RankLost: a rank was killed, or ended because another one stood still or was lost.
+        RingspanError: an error of a rank, with its message, or an output that it could not write.
+        RankLost: a rank was killed, or ended because another one stalled or was lost.
         RuntimeError: a rank failed in another way.
         KeyboardInterrupt: the launcher was told to stop; the ranks are gone.
     """
@@ -124,7 +124,7 @@ def launch(
 
 
 def join(folder: str | None = None, *, timeout: timedelta | None = None) -> None:
-    """Join torchrun's default process group, or that of ``launch`` when a folder is given.
+    """Join torchrun's default process group, or ``launch``'s if a folder is given.
 
     ``timeout`` is how long torchrun's ranks wait for each other; torch's default when None.
     """
@@ -286,7 +286,7 @@ def _failure(folder: Path, failure: ChildFailedError) -> RuntimeError:
     code = EXIT_STALLED if EXIT_STALLED in codes else EXIT_PEER_LOST
     for rank, one in sorted(failure.failures.items()):
         if one.exitcode < 0 and one.exitcode != -signal.SIGTERM:  # SIGTERM is how elastic ends the others
-            return RankLost(f"rank {rank} failed: killed by {signal.Signals(-one.exitcode).name}", code)
+            return RankLost(f"rank {rank} failed: killed by {signal.Signals(-one.exitcode).name}; see its output", code)
     attempts = sorted((path.name.split("-")[1] for path in folder.glob("failure-*.json")), key=int)
     if attempts:
         last = folder.glob(f"failure-{attempts[-1]}-*.json")

@@ -20,10 +20,9 @@ AXES: Final = "replicate", "ring", "tp"
 def init_mesh(*, ring: int | None = None, replicate: int = 1, tp: int = 1) -> DeviceMesh:
     """Return a mesh with axes ``replicate``, ``ring`` and, above 1, ``tp``; last-axis neighbours are adjacent ranks.
 
-    Joins the process group that torchrun describes when none exists, or makes one of a single process.
-    Replicas take different examples; the ranks of a ring share one; those of ``tp`` share tokens and split heads,
-    feed-forward and vocabulary. ``ring=None`` takes all ranks that the other two leave. Ranks wait for each other as
-    long as those of the process group.
+    Joins the process group that torchrun describes when none exists, or makes one of a single process. Replicas take
+    different examples; the ranks of a ring share one; ranks of ``tp`` share tokens and split heads, feed-forward and
+    vocabulary. ``ring=None`` takes all remaining ranks. Time-outs are the process group's.
 
     Raises:
         ConfigError: the numbers do not multiply to the world size, or the environment describes half a rank.
@@ -41,7 +40,7 @@ def init_mesh(*, ring: int | None = None, replicate: int = 1, tp: int = 1) -> De
 
 
 def _check_alike(asked: dict[str, int]) -> None:
-    """Raise a PeerMismatch if ranks request different meshes, in whose groups they would hang."""
+    """Raise a PeerMismatch if ranks request different meshes, since their groups would hang."""
     device, ranks = local_device(), dist.get_world_size()
     if ranks == 1 or dist.get_backend() == "fake":
         return
@@ -120,7 +119,7 @@ def split_world(world_size: int, ring: int | None, replicate: int, tp: int = 1) 
     """Return (replicate, ring) with product ``world_size / tp``.
 
     Raises:
-        ConfigError: there is no such pair; the message names the numbers.
+        ConfigError: no such pair exists; the message names the numbers.
     """
     others = replicate * tp
     if min(replicate, tp) < 1 or world_size % others or (ring is not None and others * ring != world_size):

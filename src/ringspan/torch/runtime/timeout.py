@@ -1,4 +1,4 @@
-"""Time-outs of process groups, for which torch has no public names."""
+"""Time-outs of process groups, since torch has no public names for them."""
 
 from datetime import timedelta
 

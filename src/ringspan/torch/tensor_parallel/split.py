@@ -220,7 +220,7 @@ class _Inputs:
 
 
 class _Siblings:
-    """A module some of whose projections are columns."""
+    """A module with projections that are split by columns."""
 
     tp_inputs: _Inputs
 
@@ -267,7 +267,7 @@ def _refuse_hooks(projection: Any) -> None:
 
 
 class _Vocabulary(Whole):
-    """An embedding of which this rank has some rows: (B, T) -> (B, T, C)."""
+    """An embedding with this rank's rows: (B, T) -> (B, T, C)."""
 
     weight: Tensor
     num_embeddings: int

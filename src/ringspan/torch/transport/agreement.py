@@ -64,7 +64,7 @@ def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
     (``report_out_of_step``).
 
     Raises:
-        PeerMismatch: on every rank alike, naming what differs and which rank was given what.
+        PeerMismatch: on every rank, naming what differs and each rank's value.
     """
     if not _talks(group):
         return
@@ -101,10 +101,10 @@ def compared_batch(group: dist.ProcessGroup) -> Iterator[None]:
 def compare_refused(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
     """Compare before this rank refuses a call, so that others do not wait for it.
 
-    Only where they notice, which is before anything has been agreed on, and where ranks share memory.
+    Only if they notice: before anything has been agreed on, and if ranks share memory.
 
     Raises:
-        PeerMismatch: on every rank alike, where the others were given other facts.
+        PeerMismatch: on every rank, if the others were given other facts.
     """
     if _talks(group) and ((here := _groups.setdefault(group, _Group())).queues or not here.known):
         here.facts = facts
@@ -142,7 +142,7 @@ def report_out_of_step(group: dist.ProcessGroup, problem: str) -> Never:
     """Compare all ranks' calls after a message is known to be lost.
 
     Raises:
-        PeerMismatch: on every rank alike, naming what differs, or what each rank has reported.
+        PeerMismatch: on every rank, naming what differs, or what each rank has reported.
     """
     _compare(group, _groups[group], problem)
     raise AssertionError("a reported problem always raises PeerMismatch")
@@ -159,7 +159,9 @@ def _compare(group: dist.ProcessGroup, here: _Group, problem: str | None = None)
     for name in dict.fromkeys(name for answer in answers for name in answer.facts):
         values = [answer.facts.get(name) for answer in answers]
         if any(value != values[0] for value in values):
-            raise PeerMismatch(f"the ranks of this ring were given different {name}: {_by_rank(values)}")
+            raise PeerMismatch(
+                f"the ranks of this ring were given different {name}; they must agree: {_by_rank(values)}"
+            )
     if any(answer.problem for answer in answers):
         problems = _by_rank([answer.problem or "nothing unusual" for answer in answers])
         raise PeerMismatch(f"the ranks of this ring are out of step: {problems}")

@@ -1,4 +1,4 @@
-"""Digests of tensors, by which ranks detect differences."""
+"""Digests of tensors, to detect differences between ranks."""
 
 import torch
 from torch import Tensor

@@ -107,9 +107,7 @@ class PendingReceive:
     expected: Expected | None = None
 
     def read(self) -> Tensor:
-        """Return the message after its transfer; read-only, as it may lie in its sender's memory while this tensor
-        lives.
-        """
+        """Return the message after its transfer; read-only, as it may lie in its sender's memory."""
         assert self.message is not None, "it was waited for"
         return self.message
 
@@ -176,8 +174,9 @@ class Exchange:
     def post(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, TensorSpec]], message: int
     ) -> tuple[Transfer, list[PendingReceive]]:
-        """Start all sends (to, buffer) and receives (from, spec) of one moment together, so that no order of ranks
-        blocks. Returns the transfer to wait for, and what it receives, in the order of ``receives``.
+        """Start all sends (to, buffer) and receives (from, spec) of one moment together, so that no order blocks.
+
+        Returns the transfer to wait for, and its messages, in the order of ``receives``.
 
         Between one pair of ranks the order of sends is the order of receives. Buffers are contiguous.
         """
@@ -207,9 +206,7 @@ class Exchange:
         return PendingReceive(rank, spec, spec.empty())
 
     def _receive(self, pending: Sequence[PendingReceive]) -> None:
-        """Wait for shared-memory messages; raise a PeerMismatch on every rank alike, or a RuntimeError if a rank is
-        gone.
-        """
+        """Wait for shared-memory messages; raise PeerMismatch on every rank, or RuntimeError if a rank is gone."""
         for receive in pending:
             if receive.expected is None:
                 continue
@@ -221,7 +218,7 @@ class Exchange:
                 report_out_of_step(self._group, str(error))
 
     def _queues_with(self, rank: int, device: torch.device) -> SharedQueues | None:
-        """Return the shared-memory queues with a rank; None where messages go through the process group."""
+        """Return the shared-memory queues with a rank; None if messages go through the process group."""
         return self._queues if self._queues and device.type == "cpu" and self._queues.carries(rank) else None
 
     def _operation(self, call: Any, rank: int, buffer: Tensor, message: int) -> dist.P2POp:
@@ -231,7 +228,7 @@ class Exchange:
 def note_post(
     sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, TensorSpec]], message: int
 ) -> TransferRecord | None:
-    """Count a post; return its record, or None where none are kept."""
+    """Count a post; return its record, or None if records are off."""
     COUNTERS.num_posts += 1
     COUNTERS.hop = message // 2
     COUNTERS.num_sends += len(sends)

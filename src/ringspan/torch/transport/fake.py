@@ -43,7 +43,7 @@ class FakeTransport:
     """One rank's messages to and from a network; they count like real ones."""
 
     def __init__(self, network: Network, name: str = "", ranks: Sequence[int] | None = None) -> None:
-        """Number peers by network rank, or by index into ``ranks``."""
+        """Choose the numbering of peers: by network rank, or by index into ``ranks``."""
         self._network, self._name, self._ranks = network, name, ranks
 
     def among(self, ranks: Sequence[int], name: str) -> "FakeTransport":

@@ -50,7 +50,7 @@ class SharedQueues:
     """The queues between this rank of a group and its peers on the host, one for each direction of each pair.
 
     Between two ranks the order of ``send`` is the order of ``expect``, so a message with another tag than expected
-    shows that the ranks are out of step. So does a ring of ranks each of which waits for the next one.
+    shows that the ranks are out of step. So does a cycle of ranks that each wait for the next one.
     """
 
     def __init__(self, group: dist.ProcessGroup, seconds: float) -> None:
@@ -150,7 +150,7 @@ class SharedQueues:
     def _waiting(self) -> list[tuple[int, int, int]]:
         """Return the cycle of waiting ranks from this one: (rank, awaited rank, its waits so far); empty without one.
 
-        Two equal results in a row prove a deadlock: all wait at once, for messages that nobody can send.
+        Two equal results in a row prove a deadlock: all wait at once, for messages that none can send.
         """
         found: list[tuple[int, int, int]] = []
         rank = self._rank

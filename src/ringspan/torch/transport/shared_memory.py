@@ -48,9 +48,9 @@ class _Slot:
 class SharedMemory:
     """The memory that this rank of a group shares with its peers on the host.
 
-    Each rank has one anonymous file, empty and as large as the machine's memory: a token by which its peers know it,
-    some words, and slots, whose pages come with messages. A slot is free again as soon as no rank has a tensor on its
-    message, so a steady state allocates nothing. Nothing is left behind when processes end, in whatever way.
+    Each rank has one anonymous file, empty and as large as the machine's memory: a token that identifies it, some
+    words, and slots, whose pages come with messages. A slot is free again as soon as no rank has a tensor on its
+    message, so a steady state allocates nothing. Nothing remains when processes end, in whatever way.
 
     ``peers`` are the processes of the other ranks that can read this rank, and it them, by rank.
     """
@@ -78,7 +78,7 @@ class SharedMemory:
 
     @property
     def reserved_bytes(self) -> int:
-        """Return the bytes behind this rank's slots."""
+        """Return the bytes after this rank's slots."""
         return sum(slot.stop - slot.start for slot in self._slots)
 
     def words(self, rank: int) -> "memoryview[int]":
@@ -88,7 +88,7 @@ class SharedMemory:
         return memory.words[self._words]
 
     def allocate(self, size: int) -> Tensor | None:
-        """Allocate a message while a tensor lies on it; None if nobody could read it."""
+        """Allocate a message while a tensor lies on it; None if no peer could read it."""
         if not size or not self.peers or self._own_memory is None:
             return None
         slot = self._free_slot(size)
@@ -187,7 +187,7 @@ class _Memory:
 
 
 def _anonymous_file(ranks: int) -> int | None:
-    """Return an empty in-memory file's descriptor, or None; x86 alone, whose stores other cores see in order."""
+    """Return an empty in-memory file's descriptor, or None; only on x86, whose stores other cores see in order."""
     if platform.system() != "Linux" or platform.machine() != "x86_64" or ranks > MAX_RANKS:
         return None
     import resource  # Unix has it

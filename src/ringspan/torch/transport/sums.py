@@ -1,4 +1,4 @@
-"""Differentiable sums over ranks: which side of a computation each rank does for itself decides where the sum is."""
+"""Differentiable sums over ranks, in forward or in backward."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
-"""Deferred tensors, made whole or in part on request.
+"""Deferred tensors, computed whole or in part on request.
 
 Transformers renames, merges, splits and casts checkpoint tensors with ordinary PyTorch operations. Deferred tensors
-record these, to be carried out later, one weight at a time and as a rule for this rank's part alone.
+record these, to be carried out later, one weight at a time and usually only for this rank's part.
 """
 
 import math
@@ -30,7 +30,7 @@ class Source(Protocol):
     """Sort key for reading from front to back."""
 
     def read(self, region: Region) -> Tensor:
-        """Read a part, which nobody writes into."""
+        """Read a part, as a read-only tensor."""
         ...
 
 

@@ -34,7 +34,7 @@ class _Stored:
         self.name, self.shape = name, tuple(self._slice.get_shape())
         kind = self._slice.get_dtype()
         if kind not in DTYPES:
-            raise ConfigError(f"{path}: {name} has the dtype {kind}, which is not supported")
+            raise ConfigError(f"{path}: {name} has the dtype {kind}, which is not supported; save it in another")
         self.dtype: torch.dtype = DTYPES[kind]
 
     def read(self, region: Region) -> Tensor:
@@ -75,7 +75,7 @@ class WeightFiles:
             if lacking := sorted(wanted - self.tensors.keys()):
                 raise ConfigError(f"{folder / name}: has no {lacking[0]}, which the index says is there")
         if not self.tensors:
-            raise ConfigError(f"{folder}: its weights are empty")
+            raise ConfigError(f"{folder}: its weights are empty; save them again")
         self.digest = hashlib.sha256(repr(sorted(facts)).encode()).hexdigest()[:16]
         """Of names, dtypes and shapes, by which ranks see that they read the same."""
 
@@ -89,11 +89,12 @@ def folder_of(
     variant: str | None = None,
     more: Sequence[str] = (),
 ) -> Path:
-    """Return the local folder that a name stands for: its own, or that of the Hub's cache, into which the files of an
-    id that will be opened are downloaded, and those that fit the patterns ``more``.
+    """Return the local folder of a name: itself, or the Hub's cache, after downloading what will be opened.
+
+    Files that match the patterns ``more`` are downloaded too.
 
     Raises:
-        OSError, ValueError: it is neither a folder nor to be had from the Hub.
+        OSError, ValueError: it is not a folder, and the Hub does not have it.
         ConfigError: an id whose weights are not in safetensors.
     """
     if Path(name).is_dir():
@@ -124,6 +125,6 @@ def _open(path: Path) -> Any:
     try:
         return safe_open(path, "pt").__enter__()
     except FileNotFoundError:
-        raise ConfigError(f"{path}: is missing, and the index or config.json names it") from None
+        raise ConfigError(f"{path}: is missing, and the index or config.json names it; copy it there") from None
     except (SafetensorError, OSError, ValueError) as error:
         raise ConfigError(f"{path}: cannot be read, cut or damaged: {one_line(error)}") from error

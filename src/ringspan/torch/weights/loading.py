@@ -44,15 +44,16 @@ def unread_model(
     trust_remote_code: bool = False,
     model_class: Any = None,
 ) -> tuple[PreTrainedModel, set[str]]:
-    """Return a folder's model with deferred parameters, and the names in its files that it has no place for. Adapters
-    may be added; ``put_on_mesh`` reads each rank's part.
+    """Return a folder's model with deferred parameters, and the names in its files that it has no place for.
+
+    Adapters may be added; ``put_on_mesh`` reads each rank's part.
 
     Renamed, merged and split weights, tied ones, dtypes and what the files need not have are transformers' own doing,
     with deferred tensors. Buffers have their values.
 
     Raises:
-        ConfigError: weights are missing or have another shape, or transformers cannot make the model of them; ``where``
-            is how the user calls it.
+        ConfigError: weights are missing or have another shape, or transformers cannot build the model from them;
+            ``where`` is how the user calls it.
     """
     try:
         with torch.device("meta"):
@@ -110,9 +111,7 @@ def _generation_config(folder: Path) -> GenerationConfig:
 
 
 def set_aside(model: nn.Module) -> None:
-    """Replace deferred parameters by meta ones that know their source, and buffers by values, for code that needs
-    tensors.
-    """
+    """Replace deferred parameters by meta tensors with a source, and buffers by values, for code that needs tensors."""
     parameters: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -195,7 +194,7 @@ def filled(*modules: nn.Module, recurse: bool = True, first_rows: bool = False, 
 def fill_shards(model: nn.Module, sources: dict[str, Deferred]) -> Exception | None:
     """Fill split meta parameters, one by one; return the read error, if any. All ranks call it.
 
-    The first rank with a part reads it for the others; one that cannot read goes on, so that none waits for it.
+    The first rank with a part reads it for the others; one that cannot read continues, so that no rank waits for it.
     """
     if not sources:
         return None

@@ -153,7 +153,7 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
 
 
 def missing_room(folder: Path, num_bytes: int) -> str | None:
-    """Return why so many bytes of weights do not fit into a folder; None if they do."""
+    """Return why ``num_bytes`` of weights do not fit into a folder; None if they do."""
     folder.mkdir(parents=True, exist_ok=True)
     free, needed = shutil.disk_usage(folder).free, num_bytes + HEADROOM_BYTES
     return None if free >= needed else f"{folder}: {needed:,} bytes are needed, {free:,} are free; make room"
@@ -170,7 +170,7 @@ def scratch_in(folder: Path) -> Iterator[Path]:
 
 
 def put_in_place(scratch: Path, folder: Path, plan: WeightsPlan) -> None:
-    """Move all files into a folder, replacing its weights; without the last (index or only file) there is no model."""
+    """Move all files into a folder, replacing its weights; the last one (index or only file) completes the model."""
     last = plan.last_file
     # First what makes the old files a model.
     old = [path for path in folder.iterdir() if plan.replaces(path.name) and path.name != last]

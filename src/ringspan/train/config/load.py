@@ -66,7 +66,9 @@ def _apply_override(values: dict[str, Any], override: str) -> None:
     for part in tables:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
-            raise ConfigError(f"{shown(override)}: {part} = {shown(table)} is not a table, so it has no key {name}")
+            raise ConfigError(
+                f"{shown(override)}: {part} = {shown(table)} is not a table, so it has no key {name}; set it"
+            )
     table[name] = _override_value(text)
 
 

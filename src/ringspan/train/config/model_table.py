@@ -89,11 +89,11 @@ class ModelConfig(Table):
 
     @property
     def tokenizer_source(self) -> str | None:
-        """Where the tokenizer comes from: a folder, a Hub id or "train". Never None in a loaded configuration."""
+        """Source of the tokenizer: a folder, a Hub id or "train". Never None in a loaded configuration."""
         return self.tokenizer or self.path
 
     def config_values(self) -> dict[str, Any]:
-        """The Hugging Face config values of a model from scratch, read from the file where config is a path."""
+        """Return the Hugging Face config values of a model from scratch, read from the file where config is a path."""
         values = self.config
         if isinstance(values, str):
             values = _read_json(values)

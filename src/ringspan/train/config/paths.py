@@ -1,4 +1,4 @@
-"""Which files of a run hold its text, and whether they are there at all: asked first, and without a framework."""
+"""Text files of a run: found and checked first, without importing a framework."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -22,7 +22,7 @@ class FoundFiles:
 
 
 def find_files(paths: Iterable[str], extensions: Sequence[str]) -> FoundFiles:
-    """The files that local paths name, or those below them with such an ending; one that is reached twice, once."""
+    """List the files that local paths name, or those below them with such an ending, each once."""
     endings = tuple(extension.lower() for extension in extensions)
     files: dict[Path, Path] = {}  # by resolved path, so that a file reached twice is one document
     left_out: list[str] = []
@@ -39,7 +39,7 @@ def find_files(paths: Iterable[str], extensions: Sequence[str]) -> FoundFiles:
 
 
 def _files_at(path: Path, name: str, endings: tuple[str, ...], left_out: list[str]) -> list[Path]:
-    """The file that a name stands for, or those in a folder."""
+    """Return the file at a path, or the files in a folder."""
     if path.is_dir():
         found = sorted(_walk(path, endings), key=Path.as_posix)
         files = [file for file in found if file.is_file()]
@@ -60,9 +60,7 @@ def _files_at(path: Path, name: str, endings: tuple[str, ...], left_out: list[st
 
 
 def _walk(folder: Path, endings: tuple[str, ...]) -> Iterator[Path]:
-    """Every file below a folder with such an ending; hidden entries (.git, .venv) left out, linked folders not
-    followed.
-    """
+    """List every file below a folder with one of these endings, without hidden entries or linked folders."""
 
     def fail(error: OSError) -> None:
         raise error
@@ -75,6 +73,6 @@ def _walk(folder: Path, endings: tuple[str, ...]) -> Iterator[Path]:
 
 
 def listed(items: Sequence[str], limit: int = 8) -> str:
-    """The first few, and how many there are."""
+    """Name the first few, and their number."""
     more = f", ... ({len(items)} in all)" if len(items) > limit else ""
     return ", ".join(items[:limit]) + more

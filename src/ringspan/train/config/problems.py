@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, in one line: the key, its value and the remedy, from what pydantic found."""
+"""Errors of a configuration in one line each: key, value and remedy, from pydantic's errors."""
 
 import difflib
 import json
@@ -67,7 +67,7 @@ def _locate(loc: tuple[int | str, ...], root: type[BaseModel]) -> tuple[str, dic
 
 
 def _nearest(key: str, fields: Mapping[str, Any], root: type[BaseModel]) -> str:
-    """The most similar key of the same table, else of any table; else all keys of the table."""
+    """Suggest the most similar key of the same table, else of any table; else list the table's keys."""
     name = key.split(".")[-1]
     table = key.removesuffix(name)
     elsewhere = {known.split(".")[-1]: known for known in _known_keys(root)}
@@ -85,11 +85,11 @@ def _known_keys(table: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def table_of(field: FieldInfo | None) -> type[BaseModel] | None:
-    """The model of a field that is a table, else None."""
+    """Return the model of a field that is a table, else None."""
     kind: Any = None if field is None else field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """A value as TOML writes it, more or less, and on one line."""
+    """Format a value roughly as TOML does, on one line."""
     return shortened(json.dumps(value, default=str, ensure_ascii=False), limit)

@@ -1,4 +1,4 @@
-"""What every table of a training file is."""
+"""Base class of a training file's tables."""
 
 from pydantic import BaseModel, ConfigDict
 

@@ -136,7 +136,7 @@ class OptimizerConfig(Table):
     proportion; "master", from a float32 copy beside the moments on the host. The last two keep float32 moments."""
 
     def with_warmup(self, steps: int) -> "OptimizerConfig":
-        """The same with another warm-up, which still counts as not set where nobody has."""
+        """Return a copy with another warm-up, which still counts as unset if the user set none."""
         return OptimizerConfig.model_construct(self.model_fields_set, **dict(self) | {"warmup_steps": steps})
 
     @model_validator(mode="after")
@@ -300,7 +300,7 @@ class TrainConfig(Table):
             require("profile = true", "matplotlib")
 
     def step_config(self, checkpoint: CheckpointName, layers_per_checkpoint: int) -> StepConfig:
-        """How ``parallelize`` runs a step of this run, with what "auto" chose for the memory."""
+        """Return the options of ``parallelize`` for this run, with the memory options that "auto" chose."""
         tables = (self.model, self.attention, self.memory, self.optimizer)
         # An option has the name that it has in its table.
         options = {
@@ -314,7 +314,7 @@ class TrainConfig(Table):
         return StepConfig(**options | chosen, compute_dtype=self.model.dtype, watchdog=False)
 
     def resolve_mesh(self, world_size: int) -> tuple[int, int]:
-        """The mesh (replicate, ring) for this number of processes; the sequence is known to fill the ring."""
+        """Return the mesh (replicate, ring) for this number of processes; the sequence is known to fill the ring."""
         replicate, tp = self.mesh.replicate, self.mesh.tp
         what, others = f"mesh.replicate = {replicate}", replicate * tp
         if tp > 1:

@@ -86,7 +86,7 @@ def _rows(file: Path) -> Iterator[tuple[str, Any]]:
 def _example(row: Any, name: str, place: str, folder: Path) -> Example:
     messages = row.get(name) if isinstance(row, dict) else None
     if not _is_list(messages) or not messages:
-        raise ConfigError(f"data.messages = {name!r}: {place} has no list of messages in that field")
+        raise ConfigError(f"data.messages = {name!r}: {place} has no list of messages there; name another field")
     made: list[dict[str, Any]] = []
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:

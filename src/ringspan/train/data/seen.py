@@ -128,7 +128,7 @@ class SeenSequences:
         if self._sees_nothing:
             if example.media:
                 raise ConfigError(
-                    f"{example.place}: {example.media[0]} is no text, and model.tokenizer has no processor beside it"
+                    f"{example.place}: {example.media[0]} needs a processor in the folder of model.tokenizer"
                 )
             for message in messages:
                 message["content"] = "".join(part["text"] for part in message["content"])

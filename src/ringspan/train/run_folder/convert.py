@@ -41,7 +41,7 @@ def export_checkpoint(
     config, saved = _config_of(run), _checkpoint_of(run, step)
     if config.adapter.rank is not None:
         raise ConfigError(
-            f"{run}: its checkpoints hold an adapter alone; the adapter or merged model is in {run / 'model'}"
+            f"{run}: its checkpoints hold an adapter alone; use the adapter or merged model in {run / 'model'}"
         )
     manifest = read_manifest(saved)
     for number, name in enumerate(sorted(manifest.files), start=1):
@@ -58,7 +58,7 @@ def export_checkpoint(
     for place, (name, aliases) in enumerate(saved_names(plain).items()):
         stored = next((_PREFIX + each for each in aliases if _PREFIX + each in manifest.tensors), None)
         if stored is None:
-            raise CheckpointError(f"{saved}: has no {name}; is it of another model?")
+            raise CheckpointError(f"{saved}: has no {name}; is it of another model? use its own")
         tensors[name] = deferred(_Saved(saved, stored, manifest.tensors[stored], place))
     plan = plan_files(plain, tensors, max_shard_size=max_shard_size, dtype=dtype)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -91,10 +91,10 @@ def _checkpoint_of(run: Path, step: int | None) -> Path:
         if path.name.removeprefix("step_").isdecimal()
     )
     if not there:
-        raise ConfigError(f"{run}: has no checkpoint")
+        raise ConfigError(f"{run}: has no checkpoint; train it first")
     chosen = there[-1] if step is None else step
     if chosen not in there:
-        raise ConfigError(f"{run}: has no checkpoint of step {chosen}; there are {', '.join(map(str, there))}")
+        raise ConfigError(f"{run}: has no checkpoint of step {chosen}; there are {', '.join(map(str, there))}; use one")
     return run / "checkpoints" / f"step_{chosen:08d}"
 
 

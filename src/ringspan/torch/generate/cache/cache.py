@@ -24,7 +24,8 @@ from ringspan.torch.layers.decoder import LayerKind
 class RingCache(Cache):
     """Keys and values of a sequence, split over the ranks of a ring; made by ``model.new_cache()``.
 
-    Pass it to ``generate`` as ``past_key_values`` to continue the last call. Every rank has one and treats it alike.
+    Pass it to ``generate`` as ``past_key_values`` to continue the last call. Every rank has one and makes the same
+    calls with it.
     """
 
     layers: list[Any]
@@ -69,7 +70,7 @@ class RingCache(Cache):
         return self._ids.tensor[:, 0, :, 1]
 
     def last_shifts(self, rows: int) -> Tensor:
-        """Return the last token's shift for so many sequences (B, 1), a multiple of the cache's."""
+        """Return the last token's shift for some sequences (B, 1), a multiple of the cache's."""
         if not self._ids.count:
             return torch.zeros(rows, 1, dtype=torch.int64)
         return self.shifts[:, -1].reshape(rows, -1)[:, :1]
@@ -148,7 +149,7 @@ class RingCache(Cache):
     def is_linear(self) -> list[bool]:
         """Return for each layer, as transformers' masks ask, True if it has a state and no keys.
 
-        All are False in a model of such layers alone: ``generate`` would reread the cached text.
+        All are False in a model with only such layers: ``generate`` would reread the cached text.
         """
         linear = [isinstance(layer, StateLayer) and not isinstance(layer, RingLayer) for layer in self.layers]
         return [False] * len(linear) if all(linear) else linear
@@ -182,7 +183,7 @@ class RingCache(Cache):
         new = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
         first = max((layer.first for layer in self.keepers), default=0)
         if not 0 <= new <= length:
-            raise UnsupportedError(f"cannot crop a cache of {length} tokens to {new}")
+            raise UnsupportedError(f"cannot crop a cache of {length} tokens to {new}; give at most {length}")
         if new < length and any(layer.first > layer.first_seen_after(new) for layer in self.layers):
             raise UnsupportedError(
                 f"cannot crop to {new} tokens: windows have dropped what lies before {first}; call "
@@ -356,7 +357,7 @@ class RingLayer(CacheLayerMixin):
 
 
 class RingStateLayer(StateLayer, RingLayer):
-    """Layer with a state beside its attention (Falcon-H1)."""
+    """Layer with a state in addition to its attention (Falcon-H1)."""
 
     def __init__(self, cache: RingCache, kind: LayerKind, states: int) -> None:
         self.number_of_states = states  # which its reset asks for

@@ -24,7 +24,7 @@ _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 
 class Reader(NamedTuple):
-    """Model that read a cache's content, with all that keys and values depend on beside the tokens."""
+    """Model that read a cache's content, with all that keys and values depend on, except the tokens."""
 
     model: "weakref.ref[Any]"
     adapters: tuple[str, ...]

@@ -38,7 +38,7 @@ def cache_cost(model: Any, ids: Tensor, dtype: str, scored: int) -> CacheCost:
     """Read all but the last ``scored`` + 1 tokens of ids (B, L) into both caches, and score the last over each.
 
     Raises:
-        UnsupportedError: no token precedes the scored ones; on every rank alike.
+        UnsupportedError: no token precedes the scored ones; on every rank.
     """
     if ids.ndim != 2 or not 1 <= scored <= ids.shape[1] - 2:
         raise UnsupportedError(f"scored={scored} of {tuple(ids.shape)} tokens: at least one must be read, one scored")

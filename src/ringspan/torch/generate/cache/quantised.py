@@ -19,7 +19,7 @@ _LARGEST: Final = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
 
 
 def new_rows(dtype: str | None) -> "Rows | QuantisedRows":
-    """Return empty rows held in a dtype of ``CACHE_DTYPE_NAMES``; in that of the added rows when None."""
+    """Return empty rows held in a dtype of ``CACHE_DTYPE_NAMES``; if None, in the added rows' dtype."""
     return QuantisedRows(dtype) if dtype in _LARGEST else Rows(None if dtype is None else getattr(torch, dtype))
 
 

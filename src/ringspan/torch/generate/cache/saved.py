@@ -157,7 +157,7 @@ def _facts_to_save(model: Any, cache: Any, target: Path) -> dict[str, Any]:
         raise UnsupportedError(f"a {type(cache).__name__} cannot be saved; use a cache from model.new_cache()")
     if (cache.shares.ranks, len(cache.layers)) != (model.ring_mesh["ring"].size(), len(model.new_cache().layers)):
         raise UnsupportedError(
-            f"the cache is for {cache.shares.ranks} ranks and {len(cache.layers)} layers, not this model's"
+            f"the cache is for {cache.shares.ranks} ranks and {len(cache.layers)} layers; use this model's new_cache()"
         )
     if not cache.shares.length or cache.num_sequences is None:
         raise UnsupportedError("the cache is empty; generate with past_key_values=cache first")
@@ -215,7 +215,7 @@ def _finish(scratch: Path, target: Path, saved: SavedCache) -> None:
 def _check(model: Any, folder: Path, manifests: list[SavedCache]) -> dict[str, Any]:
     """Read the manifest and verify this rank's part of the files."""
     path = folder / MANIFEST
-    values = read_signed(path, "not a cache that was saved to its end")
+    values = read_signed(path, "not a cache that was saved to its end: save it again")
     try:
         saved = SavedCache.model_validate(values)
     except ValidationError as error:
@@ -224,12 +224,12 @@ def _check(model: Any, folder: Path, manifests: list[SavedCache]) -> dict[str, A
         raise CheckpointError(f"{path}: {shortened(place)}: {shortened(problem['msg'])}") from error
     mine, theirs = config_of(model), deciding_fields(saved.config)
     if class_name(model) != saved.model:
-        raise CheckpointError(f"{folder}: is the cache of a {saved.model}, not of a {class_name(model)}")
+        raise CheckpointError(f"{folder}: is the cache of a {saved.model}, must be of a {class_name(model)}")
     for name in sorted({*mine, *theirs}):
         if mine.get(name) != theirs.get(name):
             raise CheckpointError(
                 f"{folder}: is the cache of a {saved.model} with {name}={shortened(str(theirs.get(name)))}, "
-                f"not {shortened(str(mine.get(name)))}"
+                f"not {shortened(str(mine.get(name)))}; load it with that model"
             )
     mesh = model.ring_mesh
     number = 0
@@ -237,7 +237,7 @@ def _check(model: Any, folder: Path, manifests: list[SavedCache]) -> dict[str, A
         number = number * mesh[axis].size() + place
     for share in saved.shares[number :: mesh.size()]:
         if problem := why_not_written(folder / share.file, share.bytes, share.sha256):
-            raise CheckpointError(f"{folder / share.file}: {problem}; its content is damaged")
+            raise CheckpointError(f"{folder / share.file}: {problem}; its content is damaged; save it again")
     manifests.append(saved)
     return {"model": model.ring_number, "cache": digest_of(values)}
 
@@ -271,7 +271,7 @@ def _fill(model: Any, folder: Path, saved: SavedCache, cache: RingCache) -> None
         except (SafetensorError, ValueError, KeyError, IndexError) as error:
             raise CheckpointError(f"{folder}: cannot be read: {one_line(error)}") from error
     if _ids_digest(cache.ids) != saved.ids_sha256:
-        raise CheckpointError(f"{folder}: its tokens are not those that it says it holds")
+        raise CheckpointError(f"{folder}: its tokens are not those that it says it holds; save it again")
 
 
 def _fill_ids(model: Any, folder: Path, file: Any, cache: RingCache) -> None:

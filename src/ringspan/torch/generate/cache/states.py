@@ -37,7 +37,7 @@ class StateLayer(LinearAttentionLayer):
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
     ) -> Tensor:
-        """Keep the last inputs of all new tokens, of which this rank has (B, C, T); return them for the convolution.
+        """Keep the last inputs of all new tokens, given this rank's (B, C, T); return them for the convolution.
 
         Raises:
             UnsupportedError: called outside a forward pass of the cache's model.

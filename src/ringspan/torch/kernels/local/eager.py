@@ -1,7 +1,7 @@
 """Blockwise attention in plain PyTorch: any tile, dtype, device and pair of head sizes, in bounded memory.
 
-FlashAttention (Dao et al. 2022) over power-of-two chunks; scores are those of ``Scores`` times log2(e), since ``exp2``
-takes -inf at full speed, a CPU's ``exp`` ten times as long. Runs where no fast kernel serves, or on CPUs is slower.
+FlashAttention (Dao et al. 2022) over power-of-two chunks; scores are ``Scores``'s times log2(e), since ``exp2`` takes
+-inf at full speed, a CPU's ``exp`` ten times as long. Runs if no fast kernel serves, or if it is faster on a CPU.
 
 B batch, H query heads, G key/value heads, P = H / G query heads per group, D head size, E value head size; g key/value
 heads of one sequence at a time, n rows, m keys.
@@ -166,9 +166,7 @@ def _chunk_size(q: Tensor, tile: Tile) -> ChunkSize:
 
 
 def _equal(first: int, last: int, most: int, unit: int = 1) -> list[slice]:
-    """Split [first, last) into the fewest equal parts of at most ``most``: thin ones are slow; align to ``unit`` if it
-    can.
-    """
+    """Split [first, last) into the fewest equal parts of at most ``most``, aligned to ``unit`` if possible."""
     # All but the last end at a multiple of the unit, counted from the first.
     size, unit = last - first, gcd(unit, most)
     number = -(-size // most)
@@ -189,9 +187,7 @@ def _factor(scores: Scores) -> float:
 def _scores(
     q: Tensor, k: Tensor, tile: Tile, rows: slice, keys: slice, scores: Scores, differentiate: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return a chunk's scores (g, P n, m) times log2(e), -inf outside of the band, and on request their derivative if
-    not 1.
-    """
+    """Return a chunk's scores (g, P n, m) times log2(e), -inf outside the band, and their derivative if asked."""
     s, slope = torch.bmm(q, k.mT), None
     if scores.softcap:
         s.tanh_()

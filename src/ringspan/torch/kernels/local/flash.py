@@ -1,7 +1,7 @@
-"""FlashAttention 2, 3 and 4: PyTorch's own build of 2, and the packages where they are installed.
+"""FlashAttention 2, 3 and 4: PyTorch's own build of 2, and the packages if installed.
 
-All of them take any band as a window, grouped heads as they are, and packed documents as sequences that lie behind each
-other (varlen), and return the natural log-sum-exp. B batch, H query heads, G key/value heads, T rows, D head size.
+All of them take any band as a window, grouped heads as they are, and packed documents as consecutive sequences
+(varlen), and return the natural log-sum-exp. B batch, H query heads, G key/value heads, T rows, D head size.
 """
 
 from functools import lru_cache

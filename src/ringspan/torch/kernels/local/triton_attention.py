@@ -1,4 +1,4 @@
-"""Launches ``ringspan.gpu.attention`` on torch's tensors, in place. Import it only where there is a Triton.
+"""Launches ``ringspan.gpu.attention`` on torch's tensors, in place. Importing it needs Triton.
 
 B batch, H query heads, G key/value heads, R rows, K keys, D head size, E value head size.
 """

@@ -53,7 +53,7 @@ class Partial:
         """Leave the result in ``out`` and ``lse``; a row that saw nothing has out 0 and lse -inf.
 
         ``sinks`` (H,) are logits that take their share of each row's softmax and add nothing to its output: with the
-        lse of the keys alone, ``lse' = logaddexp(lse, sink)`` and ``out' = exp(lse - lse') out``.
+        lse of the keys, ``lse' = logaddexp(lse, sink)`` and ``out' = exp(lse - lse') out``.
         """
         self.running(slice(0, self._out.shape[2]))
         if sinks is not None:

@@ -168,8 +168,8 @@ class Blockwise:
 class _Recomputed(torch.autograd.Function):
     """Identity on hidden states that recomputes the blocks in backward.
 
-    The computation is a separate operation (``_Computed``) behind this one. A checkpointed layer's recomputation ends
-    at its last kept tensor, usually the feed-forward's input, so the feed-forward runs twice, not three times.
+    The computation is a separate operation (``_Computed``) after this one. A checkpointed layer's recomputation ends at
+    its last kept tensor, usually the feed-forward's input, so the feed-forward runs twice, not three times.
     """
 
     @staticmethod

@@ -42,11 +42,7 @@ def is_its_weight(head: nn.Module) -> bool:
 
 
 def input_size(head: nn.Module) -> int:
-    """Return C of a head: its own, or that of its inner linear layer.
-
-    Raises:
-        UnsupportedError: the head has neither.
-    """
+    """Return C of a head, or of its inner linear layer; raise UnsupportedError without either."""
     linear = next((part for part in head.modules() if isinstance(part, nn.Linear)), None)
     if linear is None:
         raise UnsupportedError(f"the head ({type(head).__name__}) has no linear layer; use one that has")
@@ -95,7 +91,7 @@ def called_cross_entropy(
     """Compute ``blockwise_cross_entropy`` of ``head(hidden)`` by calling the head on ``chunk_tokens`` tokens at a time.
 
     Hooks on the head see blocks (1, n, C), each twice if there is a backward pass, with the same dropout. Gradients go
-    to ``hidden`` and every parameter behind a block's logits.
+    to ``hidden`` and every parameter that a block's logits depend on.
 
     Args:
         hidden: (T, C); targets (T,) int64, -100 for none.
@@ -128,7 +124,7 @@ class _Blocks:
         return _cat([self._losses(hidden[rows], rows) for rows in self._slices(hidden)], hidden.device)
 
     def losses_and_leaves(self, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
-        """Return the losses and all parameters behind them: the head's own, on every rank, and those of hooks."""
+        """Return the losses and all parameters they depend on: the head's, on every rank, and hooks'."""
         leaves = {id(p): p for p in self._head.parameters() if p.requires_grad}
         parts: list[Tensor] = []
         for rows in self._slices(hidden):

@@ -19,7 +19,7 @@ def find_norms(decoder: nn.Module) -> list[nn.Module]:
     """Return the norms worth running in blocks (``run_in_blocks``).
 
     A norm has only vectors of one size as parameters and maps a tensor of that size to the same shape, token by token
-    (this is tried out). PyTorch's own norms save no more than their input and are left alone.
+    (this is tried out). PyTorch's own norms save no more than their input and stay unchanged.
     """
     verdicts: dict[Any, bool] = {}
     found: list[nn.Module] = []
@@ -37,7 +37,7 @@ def find_norms(decoder: nn.Module) -> list[nn.Module]:
 
 
 def _keeps_more(module: nn.Module, size: int) -> bool:
-    """Return True if autograd saves a tensor as large as the input beside it."""
+    """Return True if autograd saves another tensor as large as the input."""
     kept: list[Tensor] = []
     with filled(module), torch.enable_grad(), saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         like = next(module.parameters())

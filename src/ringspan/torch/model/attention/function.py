@@ -187,7 +187,7 @@ def _kind_of_layer(
         layer = getattr(module, "layer_idx", None)
         if layer is None and len(set(kinds)) > 1:
             raise UnsupportedError(
-                f"{type(module).__name__} does not say which layer it is of (layer_idx), which differ"
+                f"{type(module).__name__} must say which layer it is of (layer_idx), since layers differ"
             )
         kind = kinds[layer or 0]
     if asked is UNSAID:

@@ -63,7 +63,7 @@ class _Inline(OwnAttention):
         given |= given.pop("kwargs", {})
         for other in ("encoder_hidden_states", "key_value_states", "attn_prompt"):
             if given.get(other) is not None:
-                raise UnsupportedError(f"{type(self).__name__} is given {other}, which a ring does not support yet")
+                raise UnsupportedError(f"{type(self).__name__} is given {other}, unsupported on a ring; leave it out")
         return self.computed(given)
 
     def projected(self: Any, given: dict[str, Any], layers: Sequence[nn.Module], head_dim: int) -> list[Tensor]:

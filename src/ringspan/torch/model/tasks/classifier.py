@@ -65,7 +65,7 @@ def _try_head(model: Any, decoder: Any) -> None:
             logits, expected = model(input_ids=ids).logits, head(hidden)
     except Exception as error:  # whatever a model raises that has other plans for its hidden states
         raise UnsupportedError(
-            f"{name} makes its logits of more than its decoder's last hidden states, which a ring does not support yet"
+            f"{name} makes its logits of more than its decoder's last hidden states; use transformers' own class"
         ) from error
     if pools(model):
         expected = expected[range(len(rows)), [2, 1, 2][: len(rows)]]
@@ -97,7 +97,9 @@ class RingClassifier(RingCausalLM):
             )
         ids, padding = bound.arguments.get("input_ids"), self.config.get_text_config().pad_token_id
         if pools(self) and padding is None and isinstance(ids, Tensor) and len(ids) > 1:
-            raise UnsupportedError(f"{name} has no pad_token_id, which tells where each of {len(ids)} sequences ends")
+            raise UnsupportedError(
+                f"{name} has no pad_token_id, which tells where each of {len(ids)} sequences ends; set it"
+            )
         return bound
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -116,9 +118,9 @@ class RingClassifier(RingCausalLM):
     ) -> SequenceClassifierOutputWithPast | TokenClassifierOutput:
         """Map local tokens (B, T) to sequence logits (B, L) on every rank, or local token logits (B, T, L).
 
-        A sequence's logits are those of its last token other than ``pad_token_id``, as in transformers. They are
+        A sequence's logits come from its last token other than ``pad_token_id``, as in transformers. They are
         differentiable: all ranks of a ring compute the same loss, whose gradients count once and are summed over
-        replicas. ``attention_mask`` and ``labels`` raise in ``__call__``; they are named for those who inspect the
+        replicas. ``attention_mask`` and ``labels`` raise in ``__call__``; they are named for callers that inspect the
         signature.
         """
         assert input_ids is not None and position_ids is not None and sequence_length is not None, "by __call__"
@@ -158,7 +160,7 @@ def _refuse_padding(model: Any, is_here: Tensor, real: Tensor | None) -> None:
 
 
 def _last_places(model: Any, ids: Tensor, places: Tensor, length: int) -> Tensor:
-    """Return the global place of each row's last token that is no padding, (B,)."""
+    """Return the global place of each row's last token other than padding, (B,)."""
     padding = model.config.get_text_config().pad_token_id
     if padding is None:
         return torch.full((len(ids),), length - 1, device=ids.device)

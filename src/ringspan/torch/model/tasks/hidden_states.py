@@ -59,7 +59,7 @@ def refuse_headless(view: ModelView) -> None:
         )
     for path, module in model.named_modules():
         if isinstance(module, (nn.Conv1d, nn.BatchNorm1d)):
-            raise UnsupportedError(f"{name} mixes tokens outside of attention ({path} is a {type(module).__name__})")
+            raise UnsupportedError(f"{name} must mix tokens in attention only ({path} is a {type(module).__name__})")
     rope = getattr(decoder.config, "rope_parameters", None) or {}
     if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
         raise UnsupportedError(
@@ -92,7 +92,7 @@ def _refuse_not_causal(name: str, decoder: Any) -> None:
             module.training = mode
     rounding = 16 * torch.finfo(like.dtype).eps * float(first.abs().max())
     if not torch.allclose(first[:, :-1], second[:, :-1], rtol=0, atol=rounding):
-        raise UnsupportedError(f"{name} is not causal: an earlier token sees a later one, which is not supported yet")
+        raise UnsupportedError(f"{name} is not causal: an earlier token sees a later one, but must not")
 
 
 def _hidden_size(config: PreTrainedConfig) -> int:
