@@ -93,7 +93,7 @@ def read_text(path: str | Path) -> str:
     except UnicodeDecodeError as error:
         raise ConfigError(f"--text {path}: is not UTF-8 text (byte {error.start}); convert it") from error
     if not text.strip():
-        raise ConfigError(f"--text {path}: has no text")
+        raise ConfigError(f"--text {path}: has no text; give a file with some")
     return text
 
 

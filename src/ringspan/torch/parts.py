@@ -68,7 +68,7 @@ def check_parts(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
         RingspanError: what ``parallelize`` says.
     """
     if isinstance(model, (RingCausalLM, RingDecoder)):
-        raise UnsupportedError(f"{type(model).__name__.removeprefix('FSDP')} is on a ring already")
+        raise UnsupportedError(f"{type(model).__name__.removeprefix('FSDP')} is on a ring already; call this once")
     view, found = view_of(model), FoundHead()
     if view.is_classifier:
         refuse_classifier(view)

@@ -95,7 +95,9 @@ def plan_merged(model: Any, config: PreTrainedConfig, dtype: torch.dtype, *, is_
             tensor = deferred(_Merged(plain_name, tensor, layer, len(tensors)))
         tensors[plain_name] = tensor
     if missing := sorted(names.keys() - tensors.keys()):
-        raise CheckpointError(f"the model has no {missing[0]} to be merged")
+        raise CheckpointError(
+            f"the model has no {missing[0]} to be merged; use the model that the adapter was trained on"
+        )
     return plan_files(plain, tensors, max_shard_size=MAX_SHARD_SIZE, dtype=dtype)
 
 

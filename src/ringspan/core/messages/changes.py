@@ -1,4 +1,4 @@
-"""What has changed between two versions of nested values, such as a configuration."""
+"""Differences between two versions of nested values, such as a configuration."""
 
 import json
 from collections.abc import Iterator, Mapping

@@ -81,7 +81,7 @@ class Post(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Until all of a transfer has arrived and been sent."""
+    """Wait until all of a transfer has arrived and been sent."""
 
     number: int
 

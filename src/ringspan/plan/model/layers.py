@@ -90,7 +90,7 @@ def _looks_of(named: tuple[str, nn.Module]) -> Any:
 
 
 class _Watch:
-    """What runs at the moment, and what has been kept before."""
+    """State of a run: the module at work, and what has been kept before."""
 
     def __init__(self, model: nn.Module) -> None:
         self.layer = self.outside = LayerRun()

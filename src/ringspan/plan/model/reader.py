@@ -165,7 +165,7 @@ class _Facts:
         self.stateful = stateful_modules(layer)
         if len(self.stateful) > 1:
             raise UnsupportedError(
-                f"{where} has states in {', '.join(self.stateful)}; the planner counts one per layer"
+                f"{where} has states in {', '.join(self.stateful)}; the planner counts one per layer; use --trace"
             )
         mixing = {*self.stateful.values(), *run.callers}
         self.mixers = {name for name, child in layer.named_children() if mixing & {*child.modules()}}

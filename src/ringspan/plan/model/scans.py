@@ -36,7 +36,7 @@ def scan_of(module: nn.Module, where: str) -> Scan | None:
         return _lightning(of.num_attention_heads, of.head_dim, of.block_size)
     if names == ("causal_conv1d_fn",):
         return None
-    raise UnsupportedError(f"{where} computes {', '.join(names)}, which the planner does not count")
+    raise UnsupportedError(f"{where} computes {', '.join(names)}, which the planner does not count; use --trace")
 
 
 def _delta(heads: int, key: int, value: int) -> Scan:

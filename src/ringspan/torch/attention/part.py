@@ -1,4 +1,4 @@
-"""What the passes of an attention share: one rank's part, its messages, and its launches.
+"""Parts that the passes of an attention share: one rank's part, its messages, and its launches.
 
 B batch, H query heads, G key/value heads, T local tokens, D head size, E value head size.
 """

@@ -1,4 +1,4 @@
-"""What is asked of ``ring_attention``, checked before anything moves."""
+"""Arguments of ``ring_attention``, checked before anything moves."""
 
 import logging
 import os

@@ -136,7 +136,7 @@ def refuse_config(config: PreTrainedConfig) -> None:
     known = {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp", *STATEFUL_LAYERS}
     others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
     if others:
-        raise UnsupportedError(f"{kind}: layer_types with {', '.join(others)} are not supported yet")
+        raise UnsupportedError(f"{kind}: layer_types with {', '.join(others)} are not supported; see docs/models.md")
     for field in UNSUPPORTED_FIELDS:
         value = getattr(config, field, None)
         if value:
