@@ -44,11 +44,3 @@ def test_bands_over_gathered_keys_are_the_mask(length, keys, mask, layout, ranks
             np.add.at(seen, (queries[q0:q1][rows[inside]], positions[k0:k1][columns[inside]]), 1)
         mine = queries[queries < split[0].length]
         assert (seen[mine] == allowed[mine]).all() and seen.sum() == gathered.num_pairs == schedule.num_pairs
-
-
-def test_a_causal_zigzag_is_a_band_for_each_chunk_and_a_document_across_chunks_is_one():
-    split = rs.Layout("zigzag", 64, 4)
-    bands = make_schedule(split, rs.causal(), 1, None, "all-gather").gathered.bands
-    assert [(band.q0, band.q1, band.k0, band.k1) for band in bands] == [(0, 8, 0, 16), (8, 16, 0, 56)]
-    bands = make_schedule(split, rs.documents([20, 44]), 2, None, "all-gather").gathered.bands
-    assert [band.num_rows for band in bands] == [4, 4, 8]

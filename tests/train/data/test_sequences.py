@@ -138,13 +138,6 @@ def test_unusable_files_and_rows_are_skipped_and_counted(tmp_path: Path, caplog:
         assert caplog.messages == ["skipped 6 of 8 documents, which have no text: 3 not UTF-8 or null, 3 empty"]
 
 
-def test_a_row_that_utf_8_cannot_hold_is_skipped_like_bytes_that_are_not_utf_8(tmp_path: Path):
-    write(tmp_path / "a.jsonl", r'{"text": "\ud83d half"}' + "\n" + r'{"text": "\ud83d\ude00 whole"}' + "\n")
-    scan = scan_documents(data_config(tmp_path))
-    assert list(scan.documents["text"]) == ["\U0001f600 whole"]
-    assert (scan.num_undecodable, scan.num_empty) == (1, 0)
-
-
 def test_what_is_no_file_is_left_out_of_a_folder_and_refused_by_itself(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
@@ -438,15 +431,6 @@ def test_separate_documents_take_the_packed_windows_and_end_in_each_document(
         assert packed.seen_tokens == length
 
 
-def test_separate_documents_by_hand():
-    (first, second) = sequences_of(stream_of([3, 1, 5]), "separate", 4)
-    assert first["input_ids"].tolist() == [0, 1, 2, 3] and second["input_ids"].tolist() == [4, 5, 6, 7]
-    assert first["shift_labels"].tolist() == [1, 2, IGNORED, IGNORED]
-    assert first["position_ids"].tolist() == [0, 1, 2, 0]
-    assert second["shift_labels"].tolist() == [5, 6, 7, 8]
-    assert second["position_ids"].tolist() == [0, 1, 2, 3]
-
-
 def test_an_index_counts_from_either_end_and_stays_inside():
     found = sequences_of(stream_of([20]), "pack", 4)
     assert len(found) == 4
@@ -501,13 +485,6 @@ def test_eval_takes_more_documents_where_the_last_are_too_short_for_a_sequence(t
     assert data.eval is not None
     assert (data.eval.num_tokens, len(data.eval)) == (12, 1)
     assert len(data.train) == 14
-
-
-def test_without_a_fraction_nothing_is_held_out(tmp_path: Path):
-    config = train_config(write(tmp_path / "a.txt", "x" * 16), eval_fraction=0)
-    data = build_data(config, train_tokenizer(load_documents(config.data), 257))
-    assert data.eval is None
-    assert (data.num_tokens, len(data.train), data.num_dropped_tokens) == (17, 2, 0)
 
 
 def test_too_little_text_names_the_tokens_found_and_needed(tmp_path: Path):
