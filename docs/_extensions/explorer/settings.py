@@ -24,9 +24,10 @@ from ringspan.core.geometry.mask import (
 )
 from ringspan.core.geometry.ranges import Ranges, size
 from ringspan.core.schedule.choice import splits
-from ringspan.core.schedule.events import MESSAGES_PER_HOP, Compute, Part, Post, forward
+from ringspan.core.schedule.events import forward
 from ringspan.core.schedule.route import Route, member_heads
 from ringspan.core.schedule.schedule import Hop, make_schedule
+from ringspan.core.schedule.steps import MESSAGES_PER_HOP, Compute, Part, Post
 from ringspan.core.schedule.timing import Pass, Speeds, pair_flops, timeline, trade
 from ringspan.core.schedule.workspace import Shape
 from ringspan.report.drawing import RANK_COLOURS
@@ -137,7 +138,8 @@ class _Numbered:
 
 def part_of(groups: Layout, mask: Mask, route: Route, group: int) -> Part:
     """What every rank of a group does between the groups, with its share of the heads."""
-    schedule = make_schedule(groups, mask, group, route=replace(route, ulysses=1))
+    # A page steps through hops: those of an all-gather are the blocks that it lays out at once.
+    schedule = replace(make_schedule(groups, mask, group, route=replace(route, ulysses=1)), gathered=None)
     share = member_heads(SHAPE.heads, SHAPE.kv_heads, groups.members)[0]
     tokens = groups.tokens_of(group)
     return Part(schedule, SHAPE.of(share), tokens=tokens, key_tokens=tokens)
