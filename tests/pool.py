@@ -125,7 +125,6 @@ class Pool:
 def _serve(rank: int, pipe: Connection, store: str, size: int, launched: bool, timeout_seconds: int) -> None:
     settle()
     stacks = open(f"{store}-{rank}", "a")  # noqa: SIM115 - for as long as the process lives
-    faulthandler.register(signal.SIGUSR2, file=stacks)
     if launched:
         sizes = {"WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "RANK": rank, "LOCAL_RANK": rank}
         os.environ |= {name: str(value) for name, value in sizes.items()} | {"OMP_NUM_THREADS": "1"}
@@ -154,6 +153,7 @@ def _serve(rank: int, pipe: Connection, store: str, size: int, launched: bool, t
         except EOFError:
             return
         torch.manual_seed(0)  # whatever ran before
+        faulthandler.register(signal.SIGUSR2, file=stacks)  # which training gives back as it was to Python
         try:
             result = function(meshes[shape], *args)
         except BaseException as error:

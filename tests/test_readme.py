@@ -22,7 +22,7 @@ def test_every_test_that_is_named_exists():
 
 def test_the_figures_of_the_front_page_are_current(monkeypatch, capsys):
     page = (TESTS.parent / "README.md").read_text()
-    asked = ["--model", "llama-3.1-8b", "--devices", "8", "--device", "h100", "--length", "1048576", "--json"]
+    asked = ["plan", "--model", "llama-3.1-8b", "--devices", "8", "--device", "h100", "--length", "1048576", "--json"]
     plan = json.loads(printed(monkeypatch, capsys, *asked))
     assert f"| 1,048,576 | {plan['step_seconds']:.0f} | {plan['peak_bytes'] / 1e9:.1f} |" in page
     assert "| 131,072 | 4 | `attention` | 10.31 |" in (TESTS.parent / "docs" / "gpu.md").read_text()

@@ -49,7 +49,6 @@ def test_it_prints_tables_for_people(monkeypatch, capsys, model):
         (["--bandwidth", "nan"], "should be a positive number"),
         (["--model", "gpt-175b"], "rehearse with more --devices"),
         (["--model", "lama-7b"], "did you mean llama-7b"),
-        (["--model", "gpt2", "--length", "1024"], "not gpt2"),
     ],
 )
 def test_bad_input_is_refused(monkeypatch, capsys, model, arguments, message):

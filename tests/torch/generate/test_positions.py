@@ -58,7 +58,10 @@ def test_a_text_may_fill_the_table(pool):
 
 def last_logits(mesh: DeviceMesh | None, kind: str) -> torch.Tensor:
     """Of prompts that are padded on the left, in one pass that is told no positions."""
-    model = tiny_model(kind).eval()
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    is_dynamic = kind == "dynamic"  # frequencies by the length, padding included
+    model = tables.build("llama", max_position_embeddings=8, rope_parameters=rope) if is_dynamic else tiny_model(kind)
+    model.eval()
     if mesh is not None:
         rs.parallelize(model, mesh)
     with torch.no_grad():
@@ -66,7 +69,7 @@ def last_logits(mesh: DeviceMesh | None, kind: str) -> torch.Tensor:
         return model(**padded(15, 19), use_cache=True, **cache).logits[:, -1]
 
 
-@pytest.mark.parametrize("kind", ["bart", "opt", "xglm"])
+@pytest.mark.parametrize("kind", ["bart", "opt", "xglm", "dynamic"])
 def test_a_pass_over_a_cache_counts_padding_as_transformers_does(pool, kind):
     for found in pool.run(last_logits, 2, kind):
         torch.testing.assert_close(found, last_logits(None, kind), rtol=1e-5, atol=1e-5)

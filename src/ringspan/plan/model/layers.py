@@ -159,9 +159,9 @@ def _run(
         AttentionMaskInterface.register(_ATTENTION, lambda **_: torch.zeros(()))
     if decoder.config._attn_implementation == _ATTENTION:
         pass  # as the run before left it
-    elif own_attention(decoder):
+    elif own := own_attention(decoder):
         decoder.config._attn_implementation = _ATTENTION
-        take_over_attention(decoder, _ATTENTION)
+        take_over_attention(own, _ATTENTION)
     else:
         decoder.set_attn_implementation(_ATTENTION)
     model.train()

@@ -120,8 +120,8 @@ def rotates_by_length(config: PreTrainedConfig) -> bool:
 
 
 def rotates(config: PreTrainedConfig) -> bool:
-    """Return True if a text model's positions are rotary, so that only distances matter."""
-    return bool(_rope_tables(config)[0]) or hasattr(config, "rotary_dim")
+    """Return True if a text model's positions are rotary and its frequencies fixed, so that only distances matter."""
+    return (bool(_rope_tables(config)[0]) or hasattr(config, "rotary_dim")) and not rotates_by_length(config)
 
 
 def _rope_tables(config: PreTrainedConfig) -> list[dict[str, Any]]:
