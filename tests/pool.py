@@ -69,6 +69,8 @@ class Pool:
         self, function: Callable[..., Any], ranks: int, *args: Any, replicate: int = 1, tp: int = 1
     ) -> list[Any]:
         """What each rank returned, or the exception that it raised."""
+        if not all(process.is_alive() for process in self._processes):  # a test that failed has ended some
+            self.restart()
         for pipe in self._pipes[:ranks]:
             pipe.send((function, (ranks, replicate, tp), args))
         results, deadline = [], time.monotonic() + self._timeout  # of all ranks, so that it is before pytest's own
@@ -153,7 +155,8 @@ def _serve(rank: int, pipe: Connection, store: str, size: int, launched: bool, t
         except EOFError:
             return
         torch.manual_seed(0)  # whatever ran before
-        faulthandler.register(signal.SIGUSR2, file=stacks)  # which training gives back as it was to Python
+        faulthandler.unregister(signal.SIGUSR2)  # training gives the signal back as Python knew it
+        faulthandler.register(signal.SIGUSR2, file=stacks)
         try:
             result = function(meshes[shape], *args)
         except BaseException as error:

@@ -160,7 +160,7 @@ def _compare(group: dist.ProcessGroup, here: _Group, problem: str | None = None)
         values = [answer.facts.get(name) for answer in answers]
         if any(value != values[0] for value in values):
             raise PeerMismatch(
-                f"the ranks of this ring were given different {name}; they must agree: {_by_rank(values)}"
+                f"the ranks of this ring were given different {name}: {_by_rank(values)}; give all of them the same"
             )
     if any(answer.problem for answer in answers):
         problems = _by_rank([answer.problem or "nothing unusual" for answer in answers])
