@@ -33,7 +33,7 @@ def test_a_job_whose_ranks_are_killed_and_stopped_and_that_is_told_to_end_comes_
         assert named, row.failures
         job.pid(1, attempt=2)
         stands = job.newest()
-        job.until(lambda: job.last_step() > stands, 60, "progress")
+        job.until(lambda: job.newest() > stands, 60, "a checkpoint of the last start")
         os.kill(job.process.pid, signal.SIGTERM)
         assert job.wait(60) == 75 and job.last_step() == job.newest() < 40, job.tail()
     finally:

@@ -40,6 +40,7 @@ def counted(settings: HarnessSettings, out: str, killed_after: int | None) -> tu
         return harness_rank(settings, out), methods, err.getvalue()
 
 
+@pytest.mark.long
 def test_a_killed_run_answers_what_is_left_and_has_lm_evals_own_results(tmp_path):
     from lm_eval import simple_evaluate
 

@@ -10,6 +10,7 @@ from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu.rows import ROWS, documents
 
 
+@pytest.mark.long
 def test_a_dry_run_keeps_every_row_that_was_asked_for(tmp_path):
     gpu.main(["--quick", "--rows", "ring-documents,kernels-causal-8k-64", "--output", str(tmp_path)])
     gpu.main(["--quick", "--rows", "facts", "--output", str(tmp_path)])

@@ -169,7 +169,7 @@ def test_damage_is_named_on_every_rank(pool, saved, tmp_path, damage):
 @pytest.mark.parametrize(
     ("name", "changes", "seed", "says"),
     [
-        ("qwen3", {}, 0, "of a LlamaForCausalLM, not of a Qwen3ForCausalLM"),
+        ("qwen3", {}, 0, "of a LlamaForCausalLM, must be of a Qwen3ForCausalLM"),
         ("llama", {"num_key_value_heads": 4}, 0, "num_key_value_heads=2, not 4"),
         ("llama", {"rope_theta": 7.0}, 0, "rope_"),
         ("llama", {}, 1, "other weights"),
