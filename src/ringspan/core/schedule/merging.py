@@ -1,7 +1,6 @@
 """When partials of the same rows are merged: as few times as their memory allows, so that each row is written once."""
 
 from bisect import bisect_left
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import Final, NamedTuple
 
@@ -20,9 +19,9 @@ class Segment(NamedTuple):
     """Numbers of the partials, in the order in which they came."""
 
 
-def is_full(waiting: Iterable[tuple[int, int]], rows: int) -> bool:
-    """Return True if partials of these rows, of a result of ``rows`` rows, wait no longer."""
-    return sum(stop - start for start, stop in waiting) > MAX_WAITING * rows
+def is_full(num_waiting: int, rows: int) -> bool:
+    """Return True if partials of ``num_waiting`` rows, of a result of ``rows`` rows, wait no longer."""
+    return num_waiting > MAX_WAITING * rows
 
 
 @lru_cache(maxsize=1024)

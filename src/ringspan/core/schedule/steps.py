@@ -172,6 +172,7 @@ class Deferred(Sum):
         super().__init__(shape, Buffer(0, is_sum=True))
         self._count = rows
         self._waiting: list[tuple[int, int]] = []
+        self._num_waiting = 0  # rows
         self._held: list[Buffer] = []
         self._is_folded = False
 
@@ -183,7 +184,8 @@ class Deferred(Sum):
         yield Launch(taken.most)
         self._held.append((yield from make(taken.partial)))
         self._waiting.append((launch.q0, launch.q1))
-        if is_full(self._waiting, self._count):
+        self._num_waiting += launch.q1 - launch.q0
+        if is_full(self._num_waiting, self._count):
             yield from self.running()
 
     def add(self, start: int, stop: int) -> Iterator[Event]:
@@ -207,7 +209,7 @@ class Deferred(Sum):
 
     def _clear(self) -> Iterator[Event]:
         yield from drop(*self._held)
-        self._waiting, self._held = [], []
+        self._waiting, self._num_waiting, self._held = [], 0, []
 
 
 def make(num_bytes: int, ranges: Ranges = (), *, is_sum: bool = False) -> Steps[Buffer]:

@@ -21,8 +21,8 @@ from ringspan.torch.attention.part import (
     Coming,
     Ring,
     accumulation_dtype,
-    collect,
     empty_like,
+    finish_keys,
     post,
     run_backward,
     run_forward,
@@ -87,7 +87,7 @@ def backward(
         del total
         if unfinished:
             unfinished.pop()()
-        unfinished.append(partial(_finish, returning, local, gradients))
+        unfinished.append(partial(finish_keys, returning, local, gradients))
         del returning, local
     unfinished.pop()()
     return dq, dk, dv
@@ -168,11 +168,3 @@ def _give_back(ring: Ring, plan: Gathered, number: int, total: Block, local: Gra
 def _of_piece(total: Block, piece: Piece) -> tuple[Tensor, Tensor]:
     rows = slice(piece.place, piece.place + piece.stop - piece.start)
     return total.k[:, :, rows], total.v[:, :, rows]
-
-
-def _finish(returning: list[Coming], local: GradientBlock, gradients: tuple[Tensor, Tensor]) -> None:
-    """Add what other ranks made of this rank's keys."""
-    collect(returning, local)
-    total = local.finish()
-    store(total.k, gradients[0])
-    store(total.v, gradients[1])

@@ -5,6 +5,7 @@ B batch, H query heads, G key/value heads, T local tokens, D head size, E value 
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -66,15 +67,23 @@ class Ring:
         if self.positions is None:
             return self.scores
         queries, keys = self.positions
-        here, gathered = self.schedule.rank, self.schedule.gathered
+        here = self.schedule.rank
         of_queries, of_keys = (owner, here) if self.schedule.passes_queries else (here, owner)
-        of_key = keys(of_keys)
-        if gathered is not None:
-            of_key = torch.cat([of_key[:0], *(keys(owner)[start:stop] for owner, start, stop, _ in gathered.pieces)])
+        of_key = keys(of_keys) if self.schedule.gathered is None else self._gathered_positions
         return replace(
             self.scores.heads(heads),
             query_positions=queries(of_queries)[launch.q0 : launch.q1],
             key_positions=of_key[launch.k0 : launch.k1],
+        )
+
+    @cached_property
+    def _gathered_positions(self) -> Tensor:
+        """Positions of gathered keys, made once for all launches of a pass."""
+        assert self.positions is not None and self.schedule.gathered is not None
+        _, keys = self.positions
+        pieces = self.schedule.gathered.pieces
+        return torch.cat(
+            [keys(self.schedule.rank)[:0], *(keys(piece.owner)[piece.start : piece.stop] for piece in pieces)]
         )
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
@@ -188,3 +197,11 @@ def collect(coming: list[Coming], total: GradientBlock | PartialBlock) -> None:
 def store(total: Tensor, gradient: Tensor) -> None:
     if total is not gradient:
         gradient.copy_(total)
+
+
+def finish_keys(coming: list[Coming], local: GradientBlock, gradients: tuple[Tensor, Tensor]) -> None:
+    """Add what other ranks made of this rank's keys, and fill dk and dv."""
+    collect(coming, local)
+    total = local.finish()
+    store(total.k, gradients[0])
+    store(total.v, gradients[1])

@@ -8,6 +8,7 @@ B batch, H query heads, G key/value heads, T local tokens, D head size, E value 
 """
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -26,6 +27,7 @@ from ringspan.torch.attention.part import (
     accumulation_dtype,
     collect,
     empty_like,
+    finish_keys,
     post,
     run_backward,
     run_forward,
@@ -93,8 +95,8 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = 
         mine = q[:, heads]
         own = Block.whole(mine, mine[..., :0]), Block.whole(k[:, kv_heads], v[:, kv_heads])
         moving, staying = own if passes_queries else reversed(own)
-        partial = out[:, heads], lse[:, heads].unsqueeze(-1)
-        local = PartialBlock(Block.whole(*partial))
+        result = out[:, heads], lse[:, heads].unsqueeze(-1)
+        local = PartialBlock(Block.whole(*result))
         returning: list[Coming] = []  # what other ranks made of this rank's queries
         calls = calls_of(ring.schedule, serving, mine, is_backward=False)
         for hop, block in hops_and_blocks(ring, number, moving):
@@ -102,12 +104,12 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = 
             total, is_sent = local, passes_queries and hop.index > 0
             if is_sent:
                 total = PartialBlock.in_transit(
-                    PackedSpec.of(hop.gradient_to_owner, *partial, dtype), ring.exchange.empty
+                    PackedSpec.of(hop.gradient_to_owner, *result, dtype), ring.exchange.empty
                 )
             run_forward(ring, calls[hop.index], hop.owner, heads, queries.k, (keys.k, keys.v), total)
             if is_sent and (hop.gradient_to_owner or hop.from_visitor.ranges):
                 sends = [(hop.owner, total.finish())] if hop.gradient_to_owner else []
-                receives = [(hop.from_visitor.peer, PackedSpec.of(hop.from_visitor.ranges, *partial, dtype))]
+                receives = [(hop.from_visitor.peer, PackedSpec.of(hop.from_visitor.ranges, *result, dtype))]
                 message = MESSAGES_PER_HOP * (number * len(ring.schedule.hops) + hop.index) + 1
                 coming = post(ring, sends, receives, message)
                 collect(returning, local)  # of the hop before: no more than two wait
@@ -203,11 +205,4 @@ def _backward_of_heads(
             unfinished.pop()()
 
     store(dq.finish(), gradients[0])
-
-    def finish() -> None:
-        collect(returning, local)
-        total = local.finish()
-        store(total.k, gradients[1])
-        store(total.v, gradients[2])
-
-    return finish
+    return partial(finish_keys, returning, local, gradients[1:])

@@ -73,6 +73,7 @@ class Deferred:
     def __init__(self, out: Tensor, lse: Tensor) -> None:
         self._result, self._lse, self._count = out, lse, out.shape[2]
         self._waiting: list[tuple[tuple[int, int], Rows]] = []
+        self._num_waiting = 0  # rows
         self._sums: Partial | None = None
 
     def merge(self, rows: slice, partial: Rows) -> None:
@@ -81,7 +82,8 @@ class Deferred:
             self._fold().merge(rows, partial)
             return
         self._waiting.append(((rows.start, rows.stop), partial))
-        if is_full((ends for ends, _ in self._waiting), self._count):
+        self._num_waiting += rows.stop - rows.start
+        if is_full(self._num_waiting, self._count):
             self._fold()
 
     def running(self, rows: slice) -> Rows:
@@ -96,6 +98,7 @@ class Deferred:
             before = [] if sums is None else [(sums[0][:, :, rows], sums[1][:, :, rows])]
             merge_many(self._result[:, :, rows], self._lse[:, :, rows], [*before, *partials], sinks)
         self._waiting.clear()
+        self._num_waiting = 0
 
     def _fold(self) -> Partial:
         """Add up in float32 what waits."""
@@ -107,6 +110,7 @@ class Deferred:
             if partials:
                 self._sums.merge(rows, *partials)
         self._waiting.clear()
+        self._num_waiting = 0
         return self._sums
 
     def _segments(self) -> Sequence[tuple[slice, list[Rows]]]:
