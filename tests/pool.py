@@ -148,21 +148,22 @@ def _serve(rank: int, pipe: Connection, store: str, size: int, launched: bool, t
         for tp in range(1, ranks + 1)
         if ranks % (replicate * tp) == 0
     }
-    pipe.send("ready")
+    result: Any = "ready"
     while True:
+        # Before each answer: training gives the signal back as Python knew it, which would end a rank that is idle.
+        faulthandler.unregister(signal.SIGUSR2)
+        faulthandler.register(signal.SIGUSR2, file=stacks)
+        pipe.send(result)
         try:
             function, shape, args = pipe.recv()
         except EOFError:
             return
         torch.manual_seed(0)  # whatever ran before
-        faulthandler.unregister(signal.SIGUSR2)  # training gives the signal back as Python knew it
-        faulthandler.register(signal.SIGUSR2, file=stacks)
         try:
             result = function(meshes[shape], *args)
         except BaseException as error:
             error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")
             result = error
-        pipe.send(result)
 
 
 def _share_loop() -> None:

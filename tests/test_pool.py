@@ -1,8 +1,13 @@
 """The pool says where its ranks are when one does not answer."""
 
+import signal
 import time
 
 import pytest
+
+
+def give_the_signal_back(mesh):
+    signal.signal(signal.SIGUSR2, signal.SIG_DFL)  # as training does at its end
 
 
 def sleep_on_rank_1(mesh, seconds):
@@ -11,10 +16,11 @@ def sleep_on_rank_1(mesh, seconds):
 
 
 def test_a_test_that_runs_out_of_time_says_which_rank_waited_where(pool, monkeypatch):
-    pool.run(sleep_on_rank_1, 2, 0)  # which imports this file
+    pool.run(give_the_signal_back, 4)  # ranks 2 and 3 are idle in what follows
     monkeypatch.setattr(pool, "_timeout", 1)
     monkeypatch.setattr(pool, "restart", lambda: None)
     with pytest.raises(TimeoutError, match="rank 1 did not answer within 1 s") as raised:
         pool.run(sleep_on_rank_1, 2, 4)
+    assert all(process.is_alive() for process in pool._processes)
     assert pool._pipes[1].recv() is None  # late, and not the answer of the next test
     assert "sleep_on_rank_1" in str(raised.value).partition("rank 1: ")[2].partition("rank 2: ")[0]
