@@ -34,24 +34,9 @@ TIMES = round(250 * FACTOR)  # of each of four kinds
 SHARDS = ("rank_00000.safetensors", "rank_00001.safetensors")
 # Values that have broken readers of other formats.
 NASTY: list[Any] = [
-    None,
-    True,
-    -1,
-    0,
-    2**63,
-    10**400,
-    1e308,
-    "",
-    "../../etc/passwd",
-    "/etc/passwd",
-    "a\0b",
-    "\ud800",
-    "__import__('os').system('true')",
-    "!!python/object/apply:os.system ['true']",
-    "cos\nsystem\n(S'true'\ntR.",
-    [],
-    {},
-    [[]] * 50,
+    *(None, True, -1, 0, 2**63, 10**400, 1e308, "", [], {}, [[]] * 50),
+    *("../../etc/passwd", "/etc/passwd", "a\0b", "\ud800"),
+    *("__import__('os').system('true')", "!!python/object/apply:os.system ['true']", "cos\nsystem\n(S'true'\ntR."),
     {"__class__": "Exploit", "__reduce__": ["os.system", ["true"]]},
 ]
 

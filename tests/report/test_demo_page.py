@@ -41,58 +41,35 @@ LAYOUTS = [
 
 
 def result() -> dict[str, Any]:
-    names = [f"model.layers.{index}.self_attn.q_proj.weight" for index in range(12)]
+    """What a demo hands to its report, with numbers that each occur once."""
+    gradients = [
+        {
+            "name": f"model.layers.{i}.self_attn.q_proj.weight",
+            "norm": 0.125 + i,
+            "relative_difference": (i + 1) * 1.1e-8,
+        }
+        for i in range(12)
+    ]
+    machine = {"processor": "Some Processor 9000", "cores": 13, "device": "cpu", "cuda": None}
+    model = {"type": "llama", "parameters": 4_739_328, "layers": 5, "hidden_size": 257, "heads": 4, "kv_heads": 2}
+    proof = {"loss_one_process": 8.3456789, "loss_ring": 8.3456791, "loss_relative_difference": 2.4e-8}
+    step = {"grad_norm": 1.125, "lr": 3e-4, "matmul_utilization": 0.421, "peak_bytes": 912_345_678, "seconds": 4.03}
     return {
         "command": "ringspan demo --ranks 2",
-        "machine": {
-            "processor": "Some Processor 9000",
-            "cores": 13,
-            "device": "cpu",
-            "cuda": None,
-            "torch": "2.99.1",
-            "python": "3.11.77",
-            "ringspan": "0.1.55",
-        },
-        "model": {
-            "type": "llama",
-            "parameters": 4_739_328,
-            "layers": 5,
-            "hidden_size": 257,
-            "heads": 4,
-            "kv_heads": 2,
-            "vocabulary": 4097,
-        },
+        "machine": machine | {"torch": "2.99.1", "python": "3.11.77", "ringspan": "0.1.55"},
+        "model": model | {"vocabulary": 4097},
         "data": {"documents": 812, "tokens": 4_123_456, "description": "source of something"},
         "ranks": 2,
         "sequence_length_tokens": 8192,
         "layout": "zigzag",
         "dtype": "float32",
         "metrics": [
-            {
-                "step": step,
-                "loss": 8.25 - step / 10,
-                "grad_norm": 1.125,
-                "lr": 3e-4,
-                "tokens_per_second": 2000.0 + step,
-                "matmul_utilization": 0.421,
-                "peak_bytes": 912_345_678,
-                "seconds": 4.03,
-            }
-            for step in range(1, 25)
+            step | {"step": number, "loss": 8.25 - number / 10, "tokens_per_second": 2000.0 + number}
+            for number in range(1, 25)
         ],
         "evaluation": [{"step": 24, "eval_loss": 5.8125}],
-        "proof": {
-            "loss_one_process": 8.3456789,
-            "loss_ring": 8.3456791,
-            "loss_relative_difference": 2.4e-8,
-            "ranks": 2,
-            "length": 8192,
-            "gradients": [
-                {"name": name, "norm": 0.125 + index, "relative_difference": (index + 1) * 1.1e-8}
-                for index, name in enumerate(names)
-            ],
-            "worst_error": {"ring": 3.5e-6, "one_process": 3.25e-6},
-        },
+        "proof": proof
+        | {"ranks": 2, "length": 8192, "gradients": gradients, "worst_error": {"ring": 3.5e-6, "one_process": 3.25e-6}},
         "memory": [
             {"ring": ring, "tokens_per_rank": 8192 // ring, "activation_bytes": 423_456_789 // ring + 10**6 * ring}
             for ring in (1, 2, 4)
@@ -149,18 +126,8 @@ def test_the_page_is_balanced_and_says_everything_that_was_measured(tmp_path: Pa
         "no gradient by more than 1.3e-07",
         "activations take 109.9 MB per rank on a ring of 4, 424.5 MB on one",
         *("8.3456789", "8.3456791", "2.4e-08", "worst gradient: model.layers.11.self_attn.q_proj.weight"),
-        *(
-            "train 5.850",
-            "eval 5.812",
-            "5.8125",
-            "2,012",
-            "42.1%",
-            "912.3 MB",
-            "912,345,678",
-            "3.00e-04",
-            "4.03",
-            "1.125",
-        ),
+        *("train 5.850", "eval 5.812", "5.8125", "2,012", "42.1%", "912.3 MB", "912,345,678", "3.00e-04"),
+        *("4.03", "1.125"),
         *("424.5 MB", "213.7 MB", "109.9 MB", "ideal 212.2 MB", "ideal 106.1 MB", "2,048 tokens per rank"),
         *("Some Processor 9000", "13", "2.99.1", "3.11.77", "0.1.55", "llama", "4,739,328", "257", "4,097"),
         *("812", "4,123,456", "source of something", "float32", "zigzag", "10.5", "120.5", "20.5", "24.5", "176.0"),

@@ -67,64 +67,6 @@ def test_messages_of_all_sizes_arrive_and_memory_is_used_again(pool, ranks):
         )
 
 
-def keep(mesh):
-    group, rank, _ = opened(mesh, "keep")
-    exchange, spec, peer = Exchange(group, "keep"), TensorSpec((3000,), torch.float32, CPU), 1 - rank
-    kept = []
-    for number in range(3):  # each from memory of its own, copied when it is sent
-        transfer, (receive,) = exchange.post([(peer, pattern(rank, 3000, number))], [(peer, spec)], number)
-        transfer.wait()
-        kept.append(receive.read())
-    assert all(torch.equal(message, pattern(peer, 3000, number)) for number, message in enumerate(kept))
-    addresses = [message.data_ptr() for message in kept]
-    part = kept[1].view(torch.int32)[7:]
-    del kept, transfer, receive
-    dist.barrier(group)
-    transfer, (receive,) = exchange.post([(peer, pattern(rank, 3000, 9))], [(peer, spec)], 9)
-    transfer.wait()
-    again = receive.read().data_ptr()
-    assert torch.equal(part.view(torch.float32), pattern(peer, 3000, 1)[7:]), "a part keeps the whole"
-    return addresses.index(again)
-
-
-def test_a_message_stays_as_long_as_a_tensor_lies_on_it(pool):
-    assert all(place in (0, 2) for place in pool.run(keep, 2))
-
-
-def two_readers(mesh):
-    group, rank, _ = opened(mesh, "two readers")
-    exchange, spec = Exchange(group, "two readers"), TensorSpec((3000,), torch.float32, CPU)
-    if rank == 0:
-        places = []
-        for number in range(3):
-            message = exchange.empty(spec).copy_(pattern(0, 3000, number))
-            places.append(message.data_ptr())
-            exchange.post([(1, message), (2, message)], [], number)[0].wait()
-            del message
-            dist.barrier(group)  # rank 1 has read all, rank 2 still holds the first
-        return places
-    kept = []
-    for number in range(3):
-        if rank == 3:
-            dist.barrier(group)
-            continue
-        transfer, (receive,) = exchange.post([], [(0, spec)], number)
-        transfer.wait()
-        message = receive.read()
-        assert torch.equal(message, pattern(0, 3000, number))
-        if rank == 2 and number == 0:
-            kept.append(message)
-        del message, receive
-        dist.barrier(group)
-    return [torch.equal(message, pattern(0, 3000, 0)) for message in kept]
-
-
-def test_memory_is_free_when_the_last_reader_is_done(pool):
-    (first, second, third), _, kept, _ = pool.run(two_readers, 4)
-    assert first != second == third
-    assert kept == [True]
-
-
 class Group:
     """A process group of threads, as far as shared memory asks for one."""
 
