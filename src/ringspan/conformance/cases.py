@@ -1,8 +1,4 @@
-"""Questions to an attention, each rank's part: a case calls it and says by how much its shard is off.
-
-Everything is compared with dense attention in float64. A rank knows the whole problem and compares its own shard, so
-the suite itself sends nothing. B batch, H query heads, G key/value heads, T tokens of a rank, D head size.
-"""
+"""Questions to an attention: each rank compares its own shard with dense float64 attention, so nothing is sent."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

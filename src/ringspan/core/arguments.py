@@ -55,11 +55,7 @@ def check_scores(scale: float | None, softcap: float | None) -> None:
 
 
 def find_mask(mask: Mask | str | None) -> Mask:
-    """Return the caller's mask: causal if None, text read by ``Mask.parse``.
-
-    Raises:
-        MaskError: no mask, text that cannot be read, or regions that overlap.
-    """
+    """Return the caller's mask: causal if None, text read by ``Mask.parse``; MaskError for anything else."""
     if mask is None:
         return causal()
     if isinstance(mask, str):
@@ -76,13 +72,10 @@ def find_mask(mask: Mask | str | None) -> Mask:
 def find_layouts(
     layout: LayoutName | Layout, key_layout: Layout | None, ranks: int, tokens: int, key_tokens: int, remedy: str
 ) -> tuple[Layout, Layout]:
-    """Return the layouts of queries and keys, from the caller's arguments and local tokens.
-
-    A name means sequences of ``ranks`` times the local tokens. ``remedy`` is what pads a tensor that does not fit.
+    """Return the layouts of queries and keys; a name means sequences of ``ranks`` times the local tokens.
 
     Raises:
-        LayoutError: a layout for another number of ranks or of local tokens, or two that split their sequences in
-            different ways.
+        LayoutError: a layout for other ranks or local tokens (``remedy`` pads tensors), or two that split differently.
     """
     _check_layouts(layout, key_layout)
     if isinstance(layout, str):

@@ -1,6 +1,4 @@
-"""Cost of a training step, by formula: bytes that its layers save, bytes of its loss, and its FLOPs.
-
-The planner, the trainer and ``parallelize`` ask here, so that what is planned is what is chosen.
+"""Cost of a training step, by formula, for planner, trainer and ``parallelize``: bytes saved, bytes of loss, FLOPs.
 
 C hidden size, I intermediate size, H query heads, G key/value heads, D head size, V vocabulary, s bytes per number.
 """
@@ -28,10 +26,9 @@ class LayerSizes:
 
 
 def norm_bytes(size: int, number_bytes: int, *, is_rms: bool = True, in_chunks: bool = False) -> int:
-    """Return the bytes that a norm over ``size`` numbers saves, its result for the next product included.
-
-    Below float32, transformers' RMS norm keeps a float32 copy of its input, unless it runs in chunks.
-    """
+    """Return the bytes that a norm over ``size`` numbers saves, its result for the next product included."""
+    # Below float32, transformers' RMS norm keeps a float32 copy of its input, unless it runs in chunks.
+    # Below float32, transformers' RMS norm keeps a float32 copy of its input, unless it runs in chunks.
     if not is_rms:
         return 2 * number_bytes * size + 2 * _FLOAT32
     return 2 * number_bytes * size + (0 if in_chunks else _FLOAT32 * size + _FLOAT32)
@@ -93,12 +90,12 @@ def loss_bytes(
 ) -> LossBytes:
     """Return the bytes that ``ringspan.blockwise_cross_entropy`` holds, for blocks of n tokens and v entries.
 
-    With a = max(s, 4) bytes in a sum: ``V C a`` for the weight's gradient, ``n v a`` for the logits (twice that with a
-    softcap) and, with several blocks of vocabulary, ``n C a`` for the gradient of hidden. A type below float32 adds the
-    logits' gradient rounded to it, ``n v s``, and the product on its way into a sum, ``m C (s + a)`` with up to 4096
-    rows m of the weight or n tokens; or, at the end, the weight's gradient rounded, ``V C s``, if that is more. Left
-    out are vectors of n entries and what a matrix product packs, together less than 3% of it from blocks of 512 x 8192
-    on.
+    With a = max(s, 4) bytes in a sum: ``V C a`` for the weight's gradient, ``n v a`` for the logits (twice that
+    with a softcap) and, with several blocks of vocabulary, ``n C a`` for the gradient of hidden. A type below
+    float32 adds the logits' gradient rounded to it, ``n v s``, and the product on its way into a sum, ``m C (s +
+    a)`` with up to 4096 rows m of the weight or n tokens; or, at the end, the weight's gradient rounded, ``V C s``,
+    if that is more. Vectors of n entries and what a matrix product packs are left out: below 3% from blocks of 512
+    x 8192 on.
     """
     s, a = number_bytes, max(number_bytes, _FLOAT32)
     v = min(chunk_vocabulary or vocabulary, vocabulary)
@@ -112,9 +109,9 @@ def loss_bytes(
 
 
 def training_flops(weights: float, tokens: float, query_pairs: float) -> float:
-    """Return the FLOPs of a training step: ``6 weights tokens + 12 query_pairs``, whatever is computed again.
-
-    Each weight is multiplied once in forward and twice in backward, 2 FLOPs each; and so are scores and values of each
-    pair of a query and a key that it sees: ``query_pairs`` are pairs x numbers in a token's query heads, of all layers.
-    """
+    """Return the FLOPs of a training step: ``6 weights tokens + 12 query_pairs``, whatever is computed again."""
+    # 2 FLOPs once in forward, twice in backward, per weight and per score and value of each allowed pair:
+    # ``query_pairs`` are pairs x numbers in a token's query heads, of all layers.
+    # 2 FLOPs once in forward, twice in backward, per weight and per score and value of each allowed pair:
+    # ``query_pairs`` are pairs x numbers in a token's query heads, of all layers.
     return 6.0 * weights * tokens + 12.0 * query_pairs

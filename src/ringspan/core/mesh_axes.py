@@ -18,11 +18,7 @@ Names = str | Sequence[str] | None
 
 
 def recognised(sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
-    """Return the axes of each role of ``WELL_KNOWN``, in mesh order; axes of one rank only if needed.
-
-    Raises:
-        ConfigError: an axis of two or more ranks whose name says nothing, or two axes over which a sequence is split.
-    """
+    """Return the axes of each role of ``WELL_KNOWN``, in mesh order; ConfigError for other or double axes."""
     roles = {name: role for role, names in WELL_KNOWN.items() for name in names}
     if unknown := [f"{name} ({size})" for name, size in sizes.items() if name not in roles and size > 1]:
         raise ConfigError(
@@ -40,11 +36,7 @@ def recognised(sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
 
 
 def assigned(sizes: Mapping[str, int], given: Mapping[str, Names]) -> dict[str, tuple[str, ...]]:
-    """Return the axes of each role as the caller names them: a name or several, empty for None.
-
-    Raises:
-        ConfigError: a name that is not an axis or is given twice, or an axis of two or more ranks without a role.
-    """
+    """Return the axes of each role as the caller names them; ConfigError for a wrong, double or missing name."""
     chosen = {
         role: () if names is None else (names,) if isinstance(names, str) else tuple(names)
         for role, names in given.items()

@@ -1,7 +1,4 @@
-"""Every list of names that a user chooses from, each of them once.
-
-A test holds what is looked up by these names (kernels, documentation, fields of the training file) to the lists.
-"""
+"""Every list of names that a user chooses from, each of them once; a test holds their uses to them."""
 
 from typing import Any, Final, Literal, TypeVar, get_args
 
@@ -44,11 +41,7 @@ _Name = TypeVar("_Name", bound=str)
 
 
 def find_name(what: str, name: Any, names: tuple[_Name, ...], error: type[RingspanError]) -> _Name:
-    """Return ``name`` if it is one of ``names``.
-
-    Raises:
-        RingspanError: of the given type, if it is not; the message lists them.
-    """
+    """Return ``name`` if it is one of ``names``, else raise the given error, which lists them."""
     for known in names:
         if isinstance(name, str) and name == known:
             return known

@@ -1,7 +1,6 @@
-"""Dense float64 attention, forward and backward: the oracle of every back end.
+"""Dense float64 attention, forward and backward: the oracle of every back end."""
 
-B batch, H query heads, G key/value heads (G divides H), Q queries, K keys, D head size, E value head size.
-"""
+# B batch, H query heads, G key/value heads (G divides H), Q queries, K keys, D head size, E value head size.
 
 from typing import NamedTuple
 

@@ -24,19 +24,14 @@ def even_out(work: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 def busiest_over_mean(work: NDArray[np.int64]) -> float:
-    """Divide the work of the busiest replica, summed over micro-steps, by the same for evenly shared work.
-
-    Work of each sequence, shape (..., accumulation_steps, replicate, batch_size).
-    """
+    """Divide the busiest replica's work by the mean; work (..., accumulation_steps, replicate, batch_size)."""
     loads = work.sum(-1)
     return float(loads.max(-1).sum() / max(1e-30, loads.mean(-1).sum()))
 
 
 def worth_of_sharing(came: NDArray[np.int64], places: NDArray[np.int64]) -> tuple[float, float, float]:
-    """Return the share of sequences that ``even_out`` moved, and ``busiest_over_mean`` with and without it.
-
-    Work before and after ``even_out``; both (steps, accumulation_steps, replicate, batch_size).
-    """
+    """Return the share of sequences that ``even_out`` moved, and ``busiest_over_mean`` with and without it."""
+    # Work before and after ``even_out``; both (steps, accumulation_steps, replicate, batch_size).
     shared = np.stack([np.take(work, place) for work, place in zip(came, places, strict=True)])
     moved = np.not_equal(places.reshape(len(places), -1), np.arange(came.size // len(came)))
     return float(np.count_nonzero(moved)) / moved.size, busiest_over_mean(shared), busiest_over_mean(came)

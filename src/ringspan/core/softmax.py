@@ -1,7 +1,7 @@
-"""The merge rule: two partials of the same queries over disjoint keys give the partial over both sets of keys, exactly.
+"""The merge rule: two partials of the same queries over disjoint keys give the partial over both sets, exactly.
 
 A partial is ``out = softmax(scores) v`` with ``lse = log sum exp(scores)`` (natural log). A row with no key has out 0
-and lse -inf; merging two such rows gives 0 and -inf, never NaN. Back ends write this rule in their own arrays.
+and lse -inf; merging two such rows gives 0 and -inf, never NaN.
 """
 
 import numpy as np

@@ -8,11 +8,7 @@ from ringspan.core.names import BatchLayoutName, CheckpointName, ChunkTokens, Co
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """The options of ``ringspan.parallelize``, which documents them, and their defaults.
-
-    The trainer makes one of its tables, the planner's ``Setting`` is one, and ``put_on_mesh`` takes either. A
-    ``compute_dtype`` is named here as torch names it, so that a plan needs no torch.
-    """
+    """The options of ``ringspan.parallelize``, which documents them, and their defaults."""
 
     layout: BatchLayoutName = "zigzag"
     route: str = "ring"

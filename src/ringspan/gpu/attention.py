@@ -1,12 +1,10 @@
-"""Attention of any tiles of a hop in one launch, added to a running result, in Triton.
+"""Attention of any tiles of a hop in one launch, added to a running result, in Triton. Importing it needs Triton.
 
-FlashAttention (Dao et al. 2022) that starts from the running (out, lse) instead of from nothing: no pass merges
-partials, and sums stay in float32 from the first hop to the last. Importing it needs Triton.
-
-B batch, H query heads, G key/value heads, P = H / G, R rows, K keys, D head size, E value head size. A tile is six
-numbers: rows [q0, q1), keys [k0, k1), and the band lo <= i - j <= hi counted from its corner; ``tiles``, ``first`` and
-``which`` are a ``Table``'s. The old values (``old_...``) and the result may be the same array: then, with IN_PLACE,
-rows and keys without a tile are left unchanged. Results are the last pointers, for callers that allocate them.
+FlashAttention (Dao et al. 2022) that starts from the running (out, lse): no pass merges partials, and sums stay in
+float32. B batch, H query heads, G key/value heads, P = H / G, R rows, K keys, D head size, E value head size. A tile is
+rows [q0, q1), keys [k0, k1), and the band lo <= i - j <= hi from its corner; ``tiles``, ``first`` and ``which`` are a
+``Table``'s. Old values and the result may be the same array: then, with IN_PLACE, rows and keys without a tile are left
+unchanged.
 """
 # Triton compiles these functions; as Python they would not type.
 # pyright: reportGeneralTypeIssues=false
@@ -172,10 +170,8 @@ def backward_queries(
     PRECISION: tl.constexpr, GRAIN: tl.constexpr, IN_PLACE: tl.constexpr, HAS_DELTA: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the tiles' share of dq, (B, H, R, D) float32, from the GLOBAL out and lse.
-
-    ``delta = sum(dout out)``, (B, H, R) without gaps, is read if HAS_DELTA, else computed, for ``backward_keys``.
-    """
+    """Compute the tiles' share of dq, (B, H, R, D) float32, from the GLOBAL out and lse."""
+    # delta = sum(dout out), (B, H, R) without gaps, is read if HAS_DELTA, else computed, for ``backward_keys``.
     row0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     entry, last_entry = tl.load(first + row0 // GRAIN), tl.load(first + row0 // GRAIN + 1)
     if (entry == last_entry) & IN_PLACE:
@@ -287,11 +283,8 @@ def backward_keys(
     SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
     PRECISION: tl.constexpr, GRAIN: tl.constexpr, IN_PLACE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the tiles' share of dk (B, G, K, D) and dv (B, G, K, E), float32.
-
-    A block of keys is summed over the query heads of its group by one program: no atomic adds, so the result is the
-    same every time.
-    """
+    """Compute the tiles' share of dk (B, G, K, D) and dv (B, G, K, E), float32."""
+    # One program sums a block of keys over its group's query heads: no atomic adds, so results repeat.
     key_start = tl.program_id(0) * KEYS  # the first keys of a causal tile have most rows
     entry, last_entry = tl.load(first + key_start // GRAIN), tl.load(first + key_start // GRAIN + 1)
     if (entry == last_entry) & IN_PLACE:

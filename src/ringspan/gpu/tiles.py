@@ -38,12 +38,9 @@ def tile_at(tiles, number):
 
 @triton.jit
 def segments(first, q0, q1, k0, k1, lo, hi, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """Return the keys of a tile that the rows [first, first + ROWS) see: start, a, b, stop, from the tile's corner.
-
-    Blocks of KEYS in [start, a) and [b, stop) need the mask; in [a, b) all their pairs are allowed.
-
-    With rows and keys, and -hi and -lo, in each other's place: the rows that keys see.
-    """
+    """Return the keys of a tile that the rows [first, first + ROWS) see: start, a, b, stop, from the tile's corner."""
+    # Blocks of KEYS in [start, a) and [b, stop) need the mask; in [a, b) all their pairs are allowed.
+    # With rows and keys, and -hi and -lo, in each other's place: the rows that keys see.
     high, low = tl.maximum(first, q0) - q0, tl.minimum(first + ROWS, q1) - 1 - q0
     start, stop = tl.maximum(0, high - hi), tl.minimum(k1 - k0, low - lo + 1)
     stop = tl.where(low >= high, stop, start)

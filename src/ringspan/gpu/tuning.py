@@ -44,11 +44,9 @@ def interpreted(program: Any) -> Any:
 
 
 def options(size: int, value_size: int, *, is_float32: bool, has_cap: bool, has_slopes: bool = False) -> dict[str, Any]:
-    """Return the options of a launch: padded head sizes and the precision of products.
-
-    Head sizes are padded to powers of two, at least 16 for a matrix product. A float32 product is three TF32 products
-    on tensor cores, which is as accurate; otherwise the sums would not fit into registers.
-    """
+    """Return the options of a launch: padded head sizes and the precision of products."""
+    # A power of two, at least 16, for a matrix product. Float32 takes three TF32 products, which are as accurate;
+    # otherwise the sums would not fit into registers.
     return {
         "SIZE": max(16, triton.next_power_of_2(size)),
         "VALUE_SIZE": max(16, triton.next_power_of_2(value_size)),

@@ -1,7 +1,4 @@
-"""From a whole batch to arrays on the mesh: shift labels, add positions, pad, permute, split.
-
-B batch, S global tokens.
-"""
+"""From a whole batch (B, S) to arrays on the mesh: shift labels, add positions, pad, permute, split."""
 
 from collections.abc import Mapping
 from typing import Any, Final

@@ -1,7 +1,4 @@
-"""Feed-forwards and the loss some tokens at a time: wide activations and all logits never exist whole.
-
-T local tokens, C hidden size, V vocabulary (its local part if split over a mesh axis).
-"""
+"""Feed-forwards and the loss some tokens at a time. T local tokens, C hidden size, V (local) vocabulary."""
 
 from collections.abc import Callable
 
@@ -44,10 +41,8 @@ def blockwise_feedforward(function: Callable[[Array], Array], x: Array, *, chunk
 
 
 def chunks(rows: Array, chunk_tokens: int, *, value: float | None = None) -> Array:
-    """Cut (T, ...) into (number, size, ...): the fewest, most equal chunks, padded with ``value`` or the last row.
-
-    The last row, since 0 times NaN is NaN if a function has no derivative at zero.
-    """
+    """Cut (T, ...) into (number, size, ...): the fewest, most equal chunks, padded with ``value`` or the last row."""
+    # The last row, since 0 times NaN is NaN if a function has no derivative at zero.
     chunk_tokens = integer(chunk_tokens, "chunk_tokens", ConfigError, at_least=1)
     number = max(1, -(-len(rows) // chunk_tokens))
     size = -(-len(rows) // number)

@@ -50,12 +50,7 @@ def map_mesh(mesh: Mesh, *, sp: Names = None, dp: Names = None, fsdp: Names = No
 
 
 def own_mesh(mesh: Mesh) -> Mesh:
-    """Return a mesh with the axes of ``init_mesh``: this one, or one over the same devices with recognised axes.
-
-    Raises:
-        LayoutError: no mesh.
-        ConfigError: axes of two or more devices that have no place here, by name.
-    """
+    """Return a mesh with ``init_mesh``'s axes over the same devices; LayoutError if none, ConfigError if unknown."""
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise LayoutError(
             f"mesh must be a jax.sharding.Mesh, got {described(mesh)}; make one with ringspan.jax.init_mesh"

@@ -1,9 +1,7 @@
-"""The schedule as data: one program for all ranks looks up, by its own rank and the hop, which chunk pairs to compute.
+"""The schedule as data: one program for all ranks looks up its chunk pairs by its own rank and the hop.
 
-Under SPMD every rank runs the same code, so what differs between ranks must be data. Each block (the queries of one
-rank against the keys of another) becomes two short lists: runs of FULL chunk pairs, and chunk pairs that some tile
-only partly fills. Pairs of chunks without an allowed pair are in neither list. Ranks and hops with the same lists
-share them: causal attention takes three of them on any number of ranks.
+Each block (queries of one rank, keys of another) becomes two short lists: runs of FULL chunk pairs, and chunk pairs
+that some tile only partly fills. Equal lists are shared: causal attention takes three on any number of ranks.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -31,7 +29,6 @@ class Chunks:
     """T local tokens as chunks of one size; the last one of a span starts early enough to end with the span.
 
     Chunk n covers [start[n], start[n] + size): [first[n], start[n] + size) is its own, the rest the previous one's.
-    Chunks of zigzag never cross the middle, where its two spans meet.
     """
 
     size: int

@@ -1,11 +1,8 @@
 """The only ring loop. Layouts and masks are data in the program; this carries it out.
 
-Hop t: send block t + 1 on its way, compute on block t. Keys and values are sent as one message; in backward, dk and dv
-follow their block one hop later and end at its owner. XLA schedules by data: nothing of hop t waits for hop t's
-messages, so it overlaps the two if its device can. Blocks thus take N - 1 hops forward. Where blocks are large, one
-group of heads goes round after the other, so that messages and float32 sums cover one group.
-
-B batch, H query heads, G key/value heads, P = H / G, F = B x G, T local tokens, D head size, E value head size.
+Hop t: send block t + 1 on its way, compute on block t; XLA overlaps the two. Keys and values are one message; in
+backward, dk and dv follow their block one hop later and end at its owner. Large blocks go one group of heads after the
+other. B batch, H query heads, G key/value heads, P = H / G, F = B x G, T local tokens, D head size, E value head size.
 """
 
 from collections.abc import Callable
@@ -64,10 +61,7 @@ class Ring:
 
 
 def forward(ring: Ring, q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Array, Array]:
-    """Return the local queries' attention to all keys: out (B, H, T, E) in q's dtype, lse (B, H, T) in float32.
-
-    Shapes: q (B, H, T, D), k (B, G, T', D), v (B, G, T', E), sinks (H,).
-    """
+    """Return attention of q (B, H, T, D) to all k and v (B, G, T', D or E): out (B, H, T, E), float32 lse (B, H, T)."""
     return _by_heads(partial(_forward_of_heads, ring), ring.head_groups(q, k), (q, k, v), sinks)
 
 
@@ -161,10 +155,8 @@ def _differentiated(ring: Ring, *arrays: Any) -> Any:
 
 
 def _by_heads(one_group: Callable[..., Any], groups: int, arrays: tuple[Array, ...], sinks: Array | None) -> Any:
-    """Run ``one_group(*arrays, sinks)`` for groups of heads in turn; key/value heads stay with their queries.
-
-    Heads are the second dimension of ``arrays`` and results, and the only one of sinks and their gradient.
-    """
+    """Run ``one_group(*arrays, sinks)`` for groups of heads in turn; key/value heads stay with their queries."""
+    # Heads are the second dimension of ``arrays`` and results, and the only one of sinks and their gradient.
     if groups == 1:
         return one_group(*arrays, sinks)
 
@@ -195,11 +187,8 @@ def _by_heads(one_group: Callable[..., Any], groups: int, arrays: tuple[Array, .
 
 
 def _hops(one_hop: Callable[..., Any], carry: tuple[Any, ...], first: int, stop: int) -> Any:
-    """Run the hops [first, stop) on ``carry``, in a loop.
-
-    In unrolled code XLA would send all blocks ahead (they wait for no result) and reuse forward's blocks in backward,
-    and so hold all N of them.
-    """
+    """Run the hops [first, stop) on ``carry``, in a loop."""
+    # In unrolled code XLA would send all blocks ahead, as they wait for no result, and so hold all N of them.
     numbers = jnp.arange(first, stop)
     return lax.scan(lambda carry, hop: (one_hop(*carry, hop), None), carry, numbers)[0] if first < stop else carry
 

@@ -1,8 +1,4 @@
-"""Pictures by matplotlib: the same figure is SVG in a page, with hover titles, or a PNG file.
-
-The SVG stands alone: no script, nothing fetched, selectable text, light and dark colours. matplotlib writes it with ids
-and plain colours; titles, a spoken label and dark colours are added here.
-"""
+"""Pictures by matplotlib: PNG, or SVG that stands alone, with titles on hover and dark colours added here."""
 
 import re
 from collections.abc import Iterable, Sequence

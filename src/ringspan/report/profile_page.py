@@ -165,10 +165,8 @@ def _lanes(profiles: Sequence[RankProfile]) -> Iterator[tuple[str, str, list[Bar
 
 
 def trace_picture(timeline: Sequence[Mapping[str, Any]], budget_bytes: int, title: str, path: Path) -> None:
-    """Draw stacked areas of a traced step, operator by operator, under the line of the device's memory.
-
-    ``timeline`` as in ``dryrun.summary``; the path's ending sets the format.
-    """
+    """Draw stacked areas of a traced step, operator by operator, under the line of the device's memory."""
+    # ``timeline`` as in ``dryrun.summary``; the path's ending sets the format.
     figure, [axes] = _panels(1, 4, title)
     first = timeline[0]["operator"]
     operators = [moment["operator"] - first for moment in timeline]

@@ -1,7 +1,4 @@
-"""Pictures of the ring: each rank's work, and the travel of blocks.
-
-Tiles are drawn in positions (x is the key, y the query), so that pictures can be checked.
-"""
+"""Pictures of the ring, tiles drawn in positions (x is the key, y the query) so that they can be checked."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -40,11 +37,8 @@ MAX_STRIPED_LENGTH: Final = 64  # single cells of a striped picture stay visible
 
 
 def ring_picture(layout: Layout, mask: Mask, name: str | None = None) -> "Figure":
-    """Draw each rank's work: query positions downward x key positions rightward, a colour per rank, fainter by hop.
-
-    ``name`` is the title, made of layout and mask when None. Strips along the edges show the ranks that hold queries
-    and keys; the bars below, each rank's work.
-    """
+    """Draw each rank's work (query positions downward, keys rightward), a colour per rank, fainter by hop."""
+    # Strips along the edges show the ranks that hold queries and keys; the bars below, each rank's work.
     _check_drawable(layout)
     left, top, side = 84.0, 82.0, 350.0
     scale = side / layout.length

@@ -20,9 +20,8 @@ _GRACE_SECONDS: Final = 1.0  # for a process that has just been killed
 class FileLock:
     """A lock that one process has, which writes its name into the file.
 
-    POSIX locks: they vanish with the process, killed or not, and no child inherits them. On a file system that hosts
-    share they hold between hosts if it supports them (NFS with its lock service, Lustre with ``flock``); if it refuses
-    them, nothing is locked.
+    POSIX locks: they vanish with the process, and no child inherits them. A file system that hosts share holds them
+    between hosts if it supports them (NFS with its lock service, Lustre with ``flock``), else nothing is locked.
     """
 
     def __init__(self, path: Path, holding: str, remedy: str) -> None:
@@ -43,11 +42,7 @@ class FileLock:
             self._descriptor = None
 
     def take(self) -> None:
-        """Take the lock in a folder that is there; leave one that is still to be made.
-
-        Raises:
-            ConfigError: another process has it.
-        """
+        """Take the lock in a folder that exists; ConfigError if another process has it."""
         if fcntl is None or self._descriptor is not None or not self._path.parent.is_dir():
             return
         try:

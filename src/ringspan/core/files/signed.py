@@ -1,8 +1,4 @@
-"""Signed JSON files, which reveal a change, and digests of neighbouring files.
-
-A signed file is ``{"sha256": ..., "manifest": {...}}``: the digest covers the inner object as canonical JSON, so a
-change to the description of other files is found like a change to these files. Nothing here is executed.
-"""
+"""Signed JSON, ``{"sha256": ..., "manifest": {...}}``, which reveals a change, and digests of neighbouring files."""
 
 import hashlib
 import json
@@ -20,11 +16,7 @@ def signed(values: object) -> str:
 
 
 def read_signed(path: Path, reason: str) -> Any:
-    """Return the content of a signed file; ``reason`` says what its absence means.
-
-    Raises:
-        CheckpointError: it is missing, cut or changed; one line that names the file.
-    """
+    """Return a signed file's content; CheckpointError if missing (``reason`` says what that means), cut or changed."""
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise CheckpointError(f"{path}: {path.stat().st_size} bytes are too many for a manifest; use another")
@@ -47,11 +39,7 @@ def read_signed(path: Path, reason: str) -> Any:
 
 
 def why_not_written(path: Path, num_bytes: int, sha256: str) -> str | None:
-    """Return why a file differs from the written size and digest; None if it does not.
-
-    Raises:
-        CheckpointError: it is missing, or cannot be read.
-    """
+    """Return why a file differs from its size and digest, else None; CheckpointError if it cannot be read."""
     try:
         found = path.stat().st_size
         if found != num_bytes:

@@ -22,10 +22,8 @@ def weights_in(
 ) -> dict[str, set[str]]:
     """Return the weight files among some names, each with the tensors that an index expects in it.
 
-    The file that the config names (``transformers_weights``), else the single one, else the index's.
-
-    Raises:
-        ConfigError: there are none in safetensors, or the index, which ``read`` gives, cannot be read.
+    The file that the config names (``transformers_weights``), else the single one, else the index's. ConfigError if
+    there are none in safetensors, or the index, which ``read`` gives, cannot be read.
     """
     if named is not None and not (_is_inside(named) and named.endswith((".safetensors", ".safetensors.index.json"))):
         raise ConfigError(
@@ -49,11 +47,7 @@ def weights_in(
 
 
 def files_to_download(names: Collection[str], read: Callable[[str], str], *, variant: str | None = None) -> list[str]:
-    """Select a repository's files that its model or adapter needs, without second copies of weights.
-
-    Raises:
-        ConfigError: as ``weights_in``.
-    """
+    """Select a repository's files that its model or adapter needs, each weight once; raise as ``weights_in``."""
     beside = [name for name in names if _BESIDE.fullmatch(name)]
     named = json.loads(read(MODEL_CONFIG)).get("transformers_weights") if MODEL_CONFIG in names else None
     if ADAPTER_CONFIG in names:
@@ -64,11 +58,7 @@ def files_to_download(names: Collection[str], read: Callable[[str], str], *, var
 
 
 def refuse_beside(names: Collection[str], *, adapter: bool) -> None:
-    """Refuse files that transformers opens in addition to a local folder's weights, or before them.
-
-    Raises:
-        ConfigError: a checkpoint in shards of ranks; an adapter, unless ``adapter`` says that it is taken into account.
-    """
+    """Raise ConfigError for shards of ranks, or an adapter without ``adapter``: transformers would open these."""
     if shard := next(filter(_SHARD.fullmatch, sorted(names)), None):
         raise ConfigError(f"has {shard}, a distributed checkpoint; save the model with save_pretrained")
     if ADAPTER_CONFIG in names and not adapter:

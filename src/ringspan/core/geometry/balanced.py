@@ -1,7 +1,4 @@
-"""A layout for a mask: equal tokens and equal work per rank, and as little as possible to send.
-
-Documents go to ranks whole if they fit, and are cut if balance needs it: ``placing`` and ``cuts`` say how.
-"""
+"""A layout for a mask: equal tokens and equal work per rank, and as little as possible to send."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -41,11 +38,7 @@ def balanced(mask: Mask, *, length: int, ranks: int, chunk_tokens: int = CHUNK_T
 
 
 def batch_layout(name: BatchLayoutName, length: int, ranks: int, documents_of: Sequence[int] | None = None) -> Layout:
-    """Return the layout of ``length`` tokens of these documents (or one): a named one, or ``balanced`` for their mask.
-
-    Raises:
-        LayoutError: an unknown layout.
-    """
+    """Return the layout of ``length`` tokens of these documents (or one): named, or ``balanced`` for their mask."""
     if not is_a(name, str):
         raise LayoutError(f"a layout's name must be one of {', '.join(BATCH_LAYOUT_NAMES)}, got {described(name)}")
     if find_name("layout", name, BATCH_LAYOUT_NAMES, LayoutError) != "balanced":

@@ -36,10 +36,9 @@ def cut_in_order(some: Stretches, stretch: int, ranks: IntArray, counts: IntArra
 def cut_by_work(
     some: Stretches, stretch: int, ranks: IntArray, counts: IntArray, wanted: FloatArray, above: float
 ) -> Cut:
-    """Cut two chunks per rank, an early one (little work) and a late one (much), that sum to the wanted work.
-
-    One chunk if that costs at most ``above`` more, as under a window.
-    """
+    """Cut two chunks per rank, an early one (little work) and a late one (much), that sum to the wanted work."""
+    # One chunk if that costs at most ``above`` more, as under a window.
+    # One chunk if that costs at most ``above`` more, as under a window.
     in_order = cut_in_order(some, stretch, ranks, counts)
     if (in_order.pairs - wanted).max() <= above:
         return in_order
@@ -62,15 +61,9 @@ def cut_by_work(
 def level(some: Stretches, cuts: list[Cut], lacking: FloatArray, above: float, above_in_order: float) -> None:
     """Cut documents again, with other early and late chunks, if that relieves ranks with too much work.
 
-    Ranks keep their tokens and documents, so hardly more is sent. A rank's excess passes from document to document,
-    over the ranks that share them.
-
-    Args:
-        some: the documents.
-        cuts: the cut ones, changed in place.
-        lacking: the work that each rank lacks, changed in place.
-        above: the work that a rank may have too much.
-        above_in_order: the excess allowed within one document, so that it has one chunk per rank.
+    Ranks keep their tokens and documents. ``cuts`` and ``lacking`` (the work that each rank lacks) change in place;
+    a rank may have ``above`` too much, or ``above_in_order`` within one document, which then has one chunk per
+    rank.
     """
     for _ in range(_SWEEPS):
         is_changed = False

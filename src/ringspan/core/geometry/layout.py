@@ -1,7 +1,6 @@
-"""Rank and place of every position: contiguous, striped and zigzag layouts, their padding and their inverse.
+"""Rank and place of every position: contiguous, striped and zigzag layouts, their padding and their inverse."""
 
-S global tokens, N ranks, T = padded S / N tokens per rank. A position is an index into the global sequence.
-"""
+# S global tokens, N ranks, T = padded S / N tokens per rank. A position is an index into the global sequence.
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -89,11 +88,7 @@ class Layout:
         return self.tokens_per_rank
 
     def spans(self, rank: int) -> tuple[Span, ...]:
-        """Return the spans of one rank in storage order; adjacent ones are joined.
-
-        Raises:
-            LayoutError: no rank of this layout.
-        """
+        """Return the spans of one rank in storage order, adjacent ones joined; LayoutError for another rank."""
         rank = integer(rank, "rank", LayoutError)
         if not 0 <= rank < self.ranks:
             raise LayoutError(f"rank {rank} is not in a layout of {self.ranks} ranks; give 0 to {self.ranks - 1}")
@@ -111,10 +106,7 @@ class Layout:
         return (Span(rank * chunk, chunk), Span(mirrored * chunk, chunk))
 
     def grouped(self, members: int) -> "Layout":
-        """Return the same positions over N / members groups of ``members`` ranks.
-
-        Striped groups hold every (N / members)-th rank, others consecutive ranks; see ``group_ranks``.
-        """
+        """Return the same positions over N / members groups of consecutive (striped: every N / members-th) ranks."""
         return Layout(self.name, self.length, self.ranks // members, members)
 
     def group_ranks(self, group: int) -> tuple[int, ...]:
@@ -124,10 +116,7 @@ class Layout:
         return tuple(range(group * self.members, (group + 1) * self.members))
 
     def places(self, member: int) -> tuple[slice, ...]:
-        """Return the places of a member's tokens in its group's storage, in the member's storage order.
-
-        Slices of equal length: one, or for zigzag one for either chunk.
-        """
+        """Return a member's tokens in its group's storage, in storage order: one slice, or two equal ones (zigzag)."""
         whole = self.tokens_per_rank
         each = whole // self.members
         if self.name == "striped":
@@ -266,11 +255,7 @@ class CustomLayout(Layout):
 
     @property
     def tokens_per_rank(self) -> int:
-        """Tokens of each rank.
-
-        Raises:
-            LayoutError: ranks hold different numbers of them.
-        """
+        """Tokens of each rank; LayoutError if ranks hold different numbers of them."""
         counts = {self.tokens_of(rank) for rank in range(self.ranks)}
         if len(counts) > 1:
             raise LayoutError(

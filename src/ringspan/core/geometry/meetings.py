@@ -1,10 +1,8 @@
-"""Meetings of two sides of an attention under a mask, found without trying spans and regions that are far apart.
+"""Meetings of two sides of an attention under a mask, without trying spans and regions that are far apart.
 
-Layouts hold runs of consecutive positions or, striped, every N-th position. Of runs in the order of positions, those
-that a region meets lie between two binary searches. Stripes all meet every long region, but most of them in the same
-way: rank a holds the positions ``a + N i``, so over all ranks the index at which a region begins or ends takes two
-values, and a bound on ``q - k`` three over all differences of two ranks. A region has few ``Cells``, however many ranks
-there are.
+Of runs in order, those that a region meets lie between two binary searches. Stripes all meet every long region, but in
+few ways: rank a holds ``a + N i``, so the index at which a region begins or ends takes two values over all ranks, and a
+bound on ``q - k`` three over all pairs of ranks. A region has few ``Cells``, however many ranks there are.
 """
 
 from collections.abc import Iterator, Sequence
@@ -171,12 +169,9 @@ def transposed(regions: IntArray) -> IntArray:
 def bands_between(
     mine: Spans, blocks: Sequence[Spans], first_stored: Sequence[int], regions: IntArray, *, passes_queries: bool
 ) -> list[tuple[Tile, ...]]:
-    """Return for each block all tiles of my queries against its keys, or of its queries against my keys.
-
-    Tiles that touch are joined, each with any band. No two blocks hold the same positions.
-
-    Rows and columns are indices into an owner's storage; ``first_stored`` has the index of each block's first token.
-    """
+    """Return for each block all tiles of my queries against its keys, or of its queries against my keys."""
+    # Tiles that touch are joined. No two blocks hold the same positions. Rows and columns are indices into an owner's
+    # storage; ``first_stored`` has the index of each block's first token.
     regions = transposed(regions) if passes_queries else regions
     if not mine or mine[0].step == 1:
         return _run_bands(Runs.of([mine], [0]), Runs.of(blocks, first_stored), len(blocks), regions, passes_queries)

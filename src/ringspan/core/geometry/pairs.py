@@ -1,8 +1,6 @@
-"""Number of keys that queries before a position see: work as a function that is exact for every mask.
+"""Number of keys that queries before a position see: work as a function that is exact for every mask. R regions."""
 
-Query q of a region sees ``clip(q - lo + 1, k0, k1) - clip(q - hi, k0, k1)`` keys, since lo <= hi; summed over queries
-in closed form. R regions.
-"""
+# Query q of a region sees ``clip(q - lo + 1, k0, k1) - clip(q - hi, k0, k1)`` keys: summed in closed form.
 
 from dataclasses import dataclass
 

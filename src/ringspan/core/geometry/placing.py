@@ -1,8 +1,7 @@
 """Placement of documents on ranks: whole if they fit, and over as few ranks as balance allows.
 
-Documents (``Stretches``) are placed from the most work per token to the least. What counts of a rank is its excess: the
-work that it lacks beyond what it would get if all its free tokens were filled with the average of the documents still
-to come.
+Documents (``Stretches``) are placed from the most work per token to the least. A rank's excess is the work that it
+lacks beyond what its free tokens would get of the average of the documents still to come.
 """
 
 from heapq import heapify, heappop, heappush, heapreplace
@@ -61,10 +60,8 @@ class Placing:
         level(self.some, self.cuts, self.lacking, self.slack, self.over)
 
     def _place_large(self, documents: IntArray, densities: list[float]) -> None:
-        """Place documents that are much of a rank's work whole, if the rest can still balance all ranks.
-
-        Balance is monotonic, so ever more are placed at a time, and fewer again after a failure.
-        """
+        """Place documents that are much of a rank's work whole, if the rest can still balance all ranks."""
+        # Balance is monotonic, so ever more are placed at a time, and fewer again after a failure.
         done, together = 0, 1
         while done < len(documents):
             if together == 1:

@@ -1,8 +1,7 @@
-"""Shares of a cache: each rank's positions of a sequence that grows while it is read and written.
+"""Shares of a cache: each of N ranks' positions of a sequence that grows while it is read and written.
 
-Pure bookkeeping that every rank repeats, so that each knows what all of them hold. N ranks. New tokens come in two
-ways: many at once are split over the ranks like a separate sequence, in 2N pieces, with pieces r and 2N - 1 - r on rank
-r (zigzag, which balances causal attention at every step); few are computed by every rank, and kept by one.
+Pure bookkeeping that every rank repeats. Many new tokens at once are split like a separate sequence, in 2N pieces, with
+pieces r and 2N - 1 - r on rank r (zigzag); few are computed by every rank, and kept by one.
 """
 
 from collections.abc import Iterable

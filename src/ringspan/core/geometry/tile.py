@@ -1,13 +1,9 @@
-"""Region x query span x key span -> tile, in local indices.
-
-The algebra is closed, so every mask on every layout is tiles.
+"""Region x query span x key span -> tile, in local indices; closed, so every mask on every layout is tiles.
 
 A query span (start a, step s) and a key span (start b, same step) meet a region ``lo <= q - k <= hi``. With ``q = a + s
-i`` and ``k = b + s j`` the bound on ``s (i - j) + (a - b)`` becomes ``ceil((lo - (a - b)) / s) <= i - j <= floor((hi -
-(a - b)) / s)``.
-
-For example, causal (lo = 0) on two striped ranks: rank 0's queries 0, 2, 4 and rank 1's keys 1, 3, 5 meet in ``i - j >=
-ceil((0 - (0 - 1)) / 2) = 1``: query 0 sees none of them, query 2 sees key 1, query 4 sees keys 1 and 3.
+i`` and ``k = b + s j`` the bound becomes ``ceil((lo - (a - b)) / s) <= i - j <= floor((hi - (a - b)) / s)``. For
+example, causal on two striped ranks: rank 0's queries 0, 2, 4 and rank 1's keys 1, 3, 5 meet in ``i - j >= ceil((0 - (0
+- 1)) / 2) = 1``: query 0 sees none of them, query 2 sees key 1, query 4 sees keys 1 and 3.
 """
 
 from collections.abc import Iterable, Iterator
@@ -68,10 +64,7 @@ class Tile(NamedTuple):  # not a data class, of which thousands take long to mak
         return self._pairs_from(self.lo) - self._pairs_from(self.hi + 1)
 
     def _pairs_from(self, bound: int) -> int:
-        """Count pairs with ``i - j >= bound``: row i has clip(i - bound + 1, 0, num_keys) of them.
-
-        Of 3 rows, 4 keys and bound -1 the rows have 2, 3 and 4.
-        """
+        """Count pairs with ``i - j >= bound``: row i has clip(i - bound + 1, 0, num_keys) of them."""
         rows, keys = self.num_rows, self.num_keys
         first = min(max(bound, 0), rows)  # rows before see nothing
         saturated = min(max(bound + keys - 1, first), rows)  # rows from here see every key
@@ -152,11 +145,9 @@ def meet(
     step: int,
     regions: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """Return where spans meet regions; arguments broadcast, ``regions`` has the columns of ``Mask.table`` first.
-
-    Returns rows i0, i1, j0, j1, lo, hi: span-local rows and columns with absolute bounds ``lo <= i - j <= hi``, rows
-    that see no key and keys that no row sees cut off. An empty meeting has ``i1 <= i0``.
-    """
+    """Return where spans meet regions; arguments broadcast, ``regions`` has the columns of ``Mask.table`` first."""
+    # Span-local i0, i1, j0, j1 with absolute bounds lo, hi; rows that see no key and keys that no row sees are cut off.
+    # An empty meeting has ``i1 <= i0``.
     q0, q1, k0, k1, low, high = regions
     offset = np.subtract(q_start, k_start)
     lo, hi = -((offset - low) // step), (high - offset) // step  # ceil and floor
@@ -172,11 +163,8 @@ def meet(
 
 
 def join(tiles: Iterable[Tile]) -> list[Tile]:
-    """Join tiles into fewer with the same pairs: causal squares along a diagonal, FULL rectangles side by side.
-
-    Zigzag stores two chunks one after the other, so its own block comes as two triangles and a rectangle: one causal
-    tile.
-    """
+    """Join tiles into fewer with the same pairs: causal squares along a diagonal, FULL rectangles side by side."""
+    # Zigzag's own block comes as two triangles and a rectangle: one causal tile.
     found = sorted(tiles)
     return _join_full(_join_causal(found)) if len(found) > 1 else found
 

@@ -36,11 +36,7 @@ def command(package: str) -> str:
 
 
 def require(what: str, *packages: str) -> None:
-    """Refuse what cannot be done without these packages.
-
-    Raises:
-        MissingExtraError: one of them is not installed.
-    """
+    """Raise MissingExtraError unless these packages are installed."""
     for package in packages:
         if not installed(package):
             raise MissingExtraError(f"{what} needs {remedy(package)}")

@@ -11,11 +11,7 @@ LARGEST_INTEGER: Final = 1 << 60  # beyond every position; sums of a few such nu
 
 
 def integer(value: Any, name: str, error: type[RingspanError], *, at_least: int | None = None) -> int:
-    """``value`` as an int: an integer of any library, or a float that is one.
-
-    Raises:
-        RingspanError: of the given type, naming the argument and the value.
-    """
+    """``value`` as an int, if it is one of any library or a float that is one; else the given error names both."""
     if type(value) is not int:
         value = _whole(value, name, error)
     if at_least is not None and value < at_least:
@@ -38,11 +34,7 @@ def _whole(value: Any, name: str, error: type[RingspanError]) -> int:
 
 
 def real(value: Any, name: str, error: type[RingspanError]) -> float:
-    """``value`` as a finite float.
-
-    Raises:
-        RingspanError: of the given type, naming the argument and the value.
-    """
+    """``value`` as a finite float; else the given error names argument and value."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise error(f"{name} must be a plain number, got {described(value)}")
     if not isfinite(value):
@@ -66,11 +58,7 @@ def described(value: Any) -> str:
 
 
 def check_whole(name: str, value: Any, least: int = 1, *, otherwise: str = "") -> None:
-    """Check an option that is kept as it was given: an integer of any library, of at least ``least``.
-
-    Raises:
-        ConfigError: naming the option and the value; ``otherwise`` says what else may be given.
-    """
+    """Raise ConfigError unless an option is an integer of at least ``least``; ``otherwise`` names what else may be."""
     try:
         if isinstance(value, float):  # even 2.0: it would be kept, and no range takes it
             raise ConfigError(f"{name} must be an integer, got {described(value)}")
@@ -80,11 +68,7 @@ def check_whole(name: str, value: Any, least: int = 1, *, otherwise: str = "") -
 
 
 def check_real(name: str, value: Any, least: float, below: float = float("inf"), *, above: bool = False) -> None:
-    """Check a numeric option, which is kept as given: in [least, below), or in (least, below) with ``above``.
-
-    Raises:
-        ConfigError: naming the option and the value.
-    """
+    """Raise ConfigError unless a number is in [least, below), or in (least, below) with ``above``."""
     number = real(value, name, ConfigError)
     if not (least < number if above else least <= number) or not number < below:
         bounds = f"{'above' if above else 'at least'} {least}" + (f" and below {below}" if below < float("inf") else "")

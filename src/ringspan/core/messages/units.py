@@ -1,7 +1,4 @@
-"""Numbers as people read them: three significant digits, and the unit that suits the size.
-
-Prefixes are decimal: 1 GB is 10^9 bytes, as data sheets count.
-"""
+"""Numbers as people read them: three significant digits, and decimal units (1 GB is 10^9 bytes)."""
 
 from math import floor, isfinite, log10
 from typing import Final

@@ -1,7 +1,4 @@
-"""The halo of a causal convolution: the inputs before a span that its first outputs need, and who has them.
-
-A kernel of K taps needs K - 1 inputs before a span, as far as its document reaches back. They may be in several spans.
-"""
+"""The halo of a causal convolution of K taps: the K - 1 inputs before a span, in its document, and who has them."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -31,10 +28,8 @@ def reach_back(places: Sequence[Place], number: int, width: int, starts: Sequenc
 
 
 def halo_loans(places: Sequence[Place], width: int, starts_of_rows: Sequence[Sequence[int]]) -> tuple[Loan, ...]:
-    """Return who has which inputs of the ``width`` before each span, by target and in the order of positions.
-
-    As far back as any sequence of the batch needs them; spans are in the order of their positions.
-    """
+    """Return who has which inputs of the ``width`` before each span, by target and in the order of positions."""
+    # As far back as any sequence of the batch needs them; spans are in the order of their positions.
     loans: list[Loan] = []
     for target in range(len(places)):
         left = max(reach_back(places, target, width, starts) for starts in starts_of_rows)

@@ -1,7 +1,6 @@
-"""Layers with a state, token by token in float64: the oracles of every back end.
+"""Layers with a state, token by token in float64, from a state (0 if None) to outputs and a last state.
 
-Each returns its outputs and the state after the last token, from a state before the first one. B batch, T tokens, H
-heads, K key size, V value size, C channels, N state size. A missing state is 0.
+B batch, T tokens, H heads, K key size, V value size, C channels, N state size.
 """
 
 import numpy as np

@@ -1,14 +1,9 @@
-"""The scan of spans' affine maps, as rounds of messages between spans.
+"""The scan of spans' affine maps ``A_j S + B_j``, as rounds of messages between spans.
 
-Span j maps a state to ``A_j S + B_j``. The result of all spans up to j from a zero state is its prefix, ``B_j + A_j
-(B_{j-1} + A_{j-1} ...)``, and the state that span j + 1 takes. In a chain each prefix goes to the next span as soon as
-it is ready: one state per span, in one round per span. Over more spans, prefixes are computed in a logarithmic number
-of rounds (Hillis and Steele 1986), with messages that hold the map as well.
-
-Four spans, with a document that begins inside the third, whose prefix needs no other: a chain of two rounds.
-
-    round 0    0 -> 1, 2 -> 3
-    round 1    1 -> 2
+The prefix of span j, ``B_j + A_j (B_{j-1} + A_{j-1} ...)``, is the state that span j + 1 takes. In a chain each prefix
+goes to the next span as soon as it is ready, in one round per span; over more spans, prefixes take a logarithmic number
+of rounds (Hillis and Steele 1986), with messages that hold the map as well. Four spans, with a document that begins
+inside the third, whose prefix needs no other, are a chain of two rounds: 0 -> 1 and 2 -> 3, then 1 -> 2.
 """
 
 from collections.abc import Iterator
@@ -38,10 +33,8 @@ Rounds = tuple[tuple[Message, ...], ...]
 
 
 def scan_rounds(links: Links, *, chain_spans: int = CHAIN_SPANS) -> Rounds:
-    """Return rounds of messages that give each span its state. A round's messages hold the values before it.
-
-    Spans are in the order of the state's path; one that does not pass states on has A = 0.
-    """
+    """Return rounds of messages that give each span its state. A round's messages hold the values before it."""
+    # Spans are in the order of the state's path; one that does not pass states on has A = 0.
     rounds: dict[int, list[Message]] = {}
     for first, last in _runs(links):
         spans = last - first  # those whose prefixes somebody needs, all but the last

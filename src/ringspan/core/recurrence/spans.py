@@ -1,8 +1,7 @@
-"""Spans in the order of positions, cut at the start of documents: the path of one recurrent state.
+"""Spans (consecutive tokens of one rank) in the order of positions, cut at the start of documents.
 
-A layer with a state maps it affinely over consecutive tokens: ``state_out = A state_in + B``. A span is consecutive
-tokens of one rank. A document begins with a state of zero, so a span is cut there: its first piece continues the span
-before, the next span continues its last piece.
+A layer with a state maps it affinely: ``state_out = A state_in + B``. A document begins with a state of zero, so a span
+is cut there: its first piece continues the span before, the next span continues its last piece.
 """
 
 from bisect import bisect_left, bisect_right
@@ -39,11 +38,7 @@ class Piece(NamedTuple):
 
 
 def places_of(layout: Layout) -> tuple[Place, ...]:
-    """Return all spans of a layout in the order of their positions.
-
-    Raises:
-        LayoutError: the tokens of a rank are not consecutive (striped): each would need the state of another rank.
-    """
+    """Return all spans of a layout in the order of their positions; LayoutError if striped."""
     places: list[Place] = []
     for rank in range(layout.ranks):
         offset = 0

@@ -1,7 +1,4 @@
-"""Traffic between ranks for a layer with a state, or a convolution, whose tokens are split into spans.
-
-Read off the rounds and loans that back ends carry out (``scan``, ``halo``), so that a planner counts what travels.
-"""
+"""Traffic between ranks for a layer with a state, or a convolution, as ``scan`` and ``halo`` carry it out."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -22,11 +19,7 @@ class Sent(NamedTuple):
 
 
 def state_messages(layout: Layout, state: int, map_: int, *, reverse: bool = False) -> Iterator[Sent]:
-    """Yield one sequence's states in forward (``state`` numbers, ``map_`` more with a map), or gradients in backward.
-
-    Raises:
-        LayoutError: tokens of a rank are not consecutive.
-    """
+    """Yield one sequence's states in forward (``state`` numbers, with a map ``map_`` more), or backward's gradients."""
     places = places_of(layout)
     links, last = links_of(places, ((0,),)), len(places) - 1
     for number, messages in enumerate(scan_rounds(links.reverse if reverse else links)):
@@ -38,11 +31,7 @@ def state_messages(layout: Layout, state: int, map_: int, *, reverse: bool = Fal
 
 
 def halo_messages(layout: Layout, channels: int, width: int, *, reverse: bool = False) -> Iterator[Sent]:
-    """Yield the ``width`` inputs before each span of a sequence, ``channels`` numbers each; or their gradients.
-
-    Raises:
-        LayoutError: tokens of a rank are not consecutive.
-    """
+    """Yield the ``width`` inputs before each span of a sequence, ``channels`` numbers each; or their gradients."""
     places = places_of(layout)
     for loan in halo_loans(places, width, ((0,),)):
         lender, borrower = places[loan.source].rank, places[loan.target].rank

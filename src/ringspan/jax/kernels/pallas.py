@@ -1,12 +1,8 @@
-"""Attention of one block of queries to one block of keys as Pallas kernels for TPUs: ``kernels`` with another inside.
+"""Attention of one block of queries to one block of keys as Pallas kernels for TPUs, interpreted on CPU.
 
-The grid goes through the heads and, for each, through the list of chunk pairs that the schedule allows; chunks come
-into vector memory as the list names them, and what belongs to a chunk of queries (in dk and dv: of keys) stays there
-as long as its pairs last. Scores are keys x queries, so that what a query has one of (maximum, sum, lse, delta) lies
-along lanes. On CPU the kernels are interpreted, for tests.
-
-F key/value heads of the batch (B x G), P query heads that share one, T query tokens, T' keys, D head size, E value
-head size, c = chunk of queries, c' = chunk of keys.
+The grid goes through the heads and, for each, through the list of chunk pairs; what belongs to a chunk of queries (for
+dk and dv: of keys) stays in vector memory as long as its pairs last. Scores are keys x queries, so that a query's
+maximum, sum, lse and delta lie along lanes. Names as in ``xla``; c = chunk of queries, c' = chunk of keys.
 """
 
 from collections.abc import Callable
@@ -57,10 +53,8 @@ class PallasKernel(Kernel):
         updated: int,
         *scratch: Any,
     ) -> list[Array]:
-        """Run ``body(pair, *references)`` per table row; return the last ``updated`` arrays, changed in place.
-
-        ``kinds`` has a letter for each array: q if its chunks are the queries', k if the keys'.
-        """
+        """Run ``body(pair, *references)`` per table row; return the last ``updated`` arrays, changed in place."""
+        # ``kinds`` has a letter for each array: q if its chunks are the queries', k if the keys'.
         num_pairs, pairs = (jnp.asarray(x)[row].reshape(-1) for x in (self.pairs.num, table))
         lists, bands = (jnp.asarray(x).reshape(-1) for x in (self.pairs.lists, self.program.bands))
         tables = num_pairs, pairs, lists, bands
@@ -241,10 +235,8 @@ def _spec(kind: str, x: Array, program: Program) -> pl.BlockSpec:
 
 
 def _dot(a: Array, b: Array, over_a: int, over_b: int, dtype: Any) -> Array:
-    """Multiply matrices with accumulation, in the precision of their dtypes.
-
-    Unlike ``kernels``: the TPU's compiler refuses the highest precision for bfloat16, which has no other.
-    """
+    """Multiply matrices with accumulation, in the precision of their dtypes."""
+    # The TPU's compiler refuses the highest precision for bfloat16, which has no other.
     precision = lax.Precision.DEFAULT if a.dtype == jnp.bfloat16 else lax.Precision.HIGHEST
     contracted = ((over_a,), (over_b,)), ((), ())
     return lax.dot_general(a, b, contracted, precision=precision, preferred_element_type=dtype)

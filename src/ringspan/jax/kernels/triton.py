@@ -1,11 +1,8 @@
 """Attention of a block of queries to a block of keys by ``ringspan.gpu``'s Triton programs, through jax-triton.
 
-A launch computes all tiles of a block, whatever their bands; which they are, the program reads from the table of this
-rank and hop. A running (out, lse) goes in and comes out, so nothing merges partial results. Results are arrays of their
-own, not written over what they are added to, which is what jax-triton's versions agree on.
-
-F key/value heads of the batch (B x G), P query heads that share one, T query tokens, T' keys, D head size, E value
-head size.
+A launch computes all tiles of a block, which the program reads from the table of this rank and hop; a running (out,
+lse) goes in and comes out. Results are arrays of their own, which is what jax-triton's versions agree on. Names as in
+``xla``.
 """
 
 from dataclasses import dataclass
@@ -69,10 +66,7 @@ class TritonKernel(Kernel):
         without_strides: Array | None = None,
         **options: Any,
     ) -> list[Array]:
-        """Run a program and return its last ``updated`` arrays.
-
-        Arguments in order: arrays, those for slopes only, tables, numbers, strides, results.
-        """
+        """Run a program on arrays, those for slopes only, tables, numbers, strides and results; return ``updated``."""
         from jax_triton import triton_call
 
         from ringspan.gpu import tuning

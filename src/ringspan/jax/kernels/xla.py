@@ -1,12 +1,8 @@
-"""Attention of one block of queries to one block of keys, chunk pair by chunk pair, in plain XLA: any device, any mask.
+"""Attention of one block of queries to one block of keys, chunk pair by chunk pair, in plain XLA (FlashAttention).
 
-Scores of one chunk pair exist at a time, of one key/value head on CPU (where they should stay in the cache) and of all
-heads elsewhere (where launches should be large). The queries that share a head are rows of one matrix, so that keys
-are never repeated. The maths is FlashAttention's (Dao et al. 2022): a running maximum m, a sum l and an unnormalised
-result a row.
-
-F key/value heads of the batch (B x G), P query heads that share one, T query tokens, T' keys, D head size, E value
-head size, r = P x chunk rows.
+Scores of one chunk pair exist at a time, of one key/value head on CPU (in the cache) and of all heads elsewhere (in
+large launches). F key/value heads of the batch (B x G), P query heads that share one, T query tokens, T' keys, D head
+size, E value head size, r = P x chunk rows.
 """
 
 from abc import ABC, abstractmethod
@@ -87,10 +83,7 @@ class Kernel(ABC):
     def backward(
         self, row: Array, q: Array, block: Array, dout: Array, lse: Array, delta: Array, dq: Array
     ) -> Gradients:
-        """Return dq with the block's part added, and the block's dk and dv from these queries; all in lse's dtype.
-
-        ``lse`` is the GLOBAL one, +inf if a row sees no key; ``delta = sum(dout out)``. Both (F, P, T).
-        """
+        """Return dq with the block's part added, and its dk, dv; lse (+inf if no key), delta GLOBAL, (F, P, T)."""
 
     def row(self, rank: Array, hop: Array | int) -> Array:
         """Return the program's row for this rank and hop."""
@@ -267,10 +260,8 @@ def _over_heads(one_head: Callable[..., _Sums], inputs: tuple[Any, ...], sums: _
 
 
 def _columns(k: Array) -> Array | None:
-    """Transpose keys (F, T', D) to (F, D, T' and some) on CPU if that is faster, else return None.
-
-    The rows' extra cache line keeps a power of two from mapping a chunk to the same cache sets.
-    """
+    """Transpose keys (F, T', D) to (F, D, T' and some) on CPU if that is faster, else return None."""
+    # The rows' extra cache line keeps a power of two from mapping a chunk to the same cache sets.
     on_cpu = jax.default_backend() == "cpu"
     return jnp.pad(k.swapaxes(1, 2), ((0, 0), (0, 0), (0, _LINE // k.dtype.itemsize))) if on_cpu else None
 

@@ -1,14 +1,9 @@
-"""Layers with a state as functions of a ring's local tokens.
-
-Names and arithmetic are those of the float64 oracles in ``ringspan.core.recurrence.reference``.
+"""Layers with a state over a ring's local tokens, token by token; arithmetic as in ``core.recurrence.reference``.
 
 Each span runs from a zero state, to get its affine map (A, B); the maps are scanned; each span runs again from the
-state that it takes. A document begins with a state of 0, so A of such a span is 0 too. Values past the length of the
-layout, NaN too, change no result and no gradient.
-
-Token by token, by ``lax.scan``: exact, and no kernel of an accelerator.
-
-B batch, T local tokens, n local spans of t tokens, H heads, K key size, V value size, C channels, N state size.
+state that it takes. A document begins with a state of 0, so A of such a span is 0. Values past the length of the layout
+change nothing. B batch, T local tokens, n local spans of t tokens, H heads, K key size, V value size, C channels, N
+state size.
 """
 
 from collections.abc import Callable, Sequence
@@ -98,17 +93,9 @@ def state_space_dual(
     axis_name: str = "sp",
     starts: Starts = (0,),
 ) -> Array:
-    """Mamba-2: ``S_t = exp(a dt_t) S_{t-1} + dt_t x_t b_t^T``, ``y_t = S_t c_t + d x_t``; differentiable.
+    """Mamba-2: ``S_t = exp(a dt_t) S_{t-1} + dt_t x_t b_t^T``, ``y_t = S_t c_t + d x_t`` (B, T, H, V); differentiable.
 
-    Args:
-        x: local tokens (B, T, H, V); dt (B, T, H); a and d (H,); b and c (B, T, H, N).
-        layout, axis_name, starts: as ``delta_rule``.
-
-    Returns:
-        (B, T, H, V), in x's dtype.
-
-    Raises:
-        LayoutError, UnsupportedError: as ``delta_rule``.
+    x (B, T, H, V), dt (B, T, H), a and d (H,), b and c (B, T, H, N); the rest, and what raises, as for ``delta_rule``.
     """
     _check({"x": x, "dt": dt, "b": b, "c": c}, 3, heads=2)
 
@@ -138,17 +125,9 @@ def selective_scan(
     axis_name: str = "sp",
     starts: Starts = (0,),
 ) -> Array:
-    """Mamba: ``s_t = exp(a dt_t) s_{t-1} + dt_t b_t x_t``, ``y_t = s_t c_t + d x_t``; differentiable.
+    """Mamba: ``s_t = exp(a dt_t) s_{t-1} + dt_t b_t x_t``, ``y_t = s_t c_t + d x_t`` (B, C, T); differentiable.
 
-    Args:
-        x, dt: local tokens (B, C, T); a (C, N); b and c (B, N, T); d (C,).
-        layout, axis_name, starts: as ``delta_rule``.
-
-    Returns:
-        (B, C, T), in x's dtype.
-
-    Raises:
-        LayoutError, UnsupportedError: as ``delta_rule``.
+    x, dt (B, C, T), a (C, N), b and c (B, N, T), d (C,); the rest, and what raises, as for ``delta_rule``.
     """
     inputs = tuple(each.swapaxes(1, 2) for each in (x, dt, b, c))
     _check(dict(zip(("x", "dt", "b", "c"), inputs, strict=True)), 3)
@@ -175,17 +154,9 @@ def lightning_attention(
     axis_name: str = "sp",
     starts: Starts = (0,),
 ) -> Array:
-    """``S_t = exp(-slope_h) S_{t-1} + k_t v_t^T`` and ``o_t = S_t^T q_t``; differentiable.
+    """``S_t = exp(-slope_h) S_{t-1} + k_t v_t^T`` and ``o_t = S_t^T q_t`` (B, H, T, V); differentiable.
 
-    Args:
-        q, k: local tokens (B, H, T, K); v (B, H, T, V); slopes (H,).
-        layout, axis_name, starts: as ``delta_rule``.
-
-    Returns:
-        (B, H, T, V), in v's dtype.
-
-    Raises:
-        LayoutError, UnsupportedError: as ``delta_rule``.
+    q, k (B, H, T, K), v (B, H, T, V), slopes (H,); the rest, and what raises, as for ``delta_rule``.
     """
     inputs = tuple(each.swapaxes(1, 2) for each in (q, k, v))
     _check(dict(zip(("q", "k", "v"), inputs, strict=True)), 4, heads=2)
@@ -213,17 +184,9 @@ def causal_convolution(
     axis_name: str = "sp",
     starts: Starts = (0,),
 ) -> Array:
-    """``y_t = sum_i weight_i x_{t - K + 1 + i} + bias`` for each channel, within a document; differentiable.
+    """``y_t = sum_i weight_i x_{t - K + 1 + i} + bias`` (B, C, T) per channel, within a document; differentiable.
 
-    Args:
-        x: local tokens (B, C, T); weight (C, K); bias (C,).
-        layout, axis_name, starts: as ``delta_rule``.
-
-    Returns:
-        (B, C, T), in x's dtype.
-
-    Raises:
-        LayoutError, UnsupportedError: as ``delta_rule``.
+    x (B, C, T), weight (C, K), bias (C,); the rest, and what raises, as for ``delta_rule``.
     """
     width = weight.shape[1] - 1
     split = _layout_of(layout, axis_name, x.shape[2])
@@ -254,10 +217,8 @@ def _recurrence(
     begun: Callable[[int], Array] | None = None,
     is_matrix: bool = False,
 ) -> Array:
-    """Compute outputs (B, T, ...) of the rule ``step`` of one token; inputs (B, T, ...), states (B, *shape).
-
-    ``map_of`` returns A and B of a span from the state after it, which began as ``begun`` says, or with 0.
-    """
+    """Compute outputs (B, T, ...) of the rule ``step`` of one token; inputs (B, T, ...), states (B, *shape)."""
+    # ``map_of`` returns A and B of a span from the state after it, which began as ``begun`` says, or with 0.
     split = _layout_of(layout, axis_name, inputs[0].shape[1])
     parts = [_in_spans(_wide(x), split, axis_name) for x in inputs]
     begins = (_ages(split, starts) == 0)[lax.axis_index(axis_name)]

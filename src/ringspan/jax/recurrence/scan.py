@@ -1,9 +1,7 @@
-"""Traffic between spans: states and the maps that compose them, and the inputs before a span.
+"""Traffic between spans (chunks of consecutive tokens): states, the maps that compose them, inputs before a span.
 
-A rank holds one chunk of consecutive tokens (contiguous) or two (zigzag); each is a span. All ranks run one program, so
-who sends is data: a round of the scan is one ``ppermute`` per pair of local spans between which something travels.
-
-N ranks, n local spans, M = N n spans in all.
+All ranks run one program: a round of the scan is one ``ppermute`` per pair of local spans between which something
+travels. N ranks, n local spans, M = N n spans in all.
 """
 
 from collections.abc import Iterator
@@ -29,12 +27,7 @@ class Span(NamedTuple):
 
 @lru_cache(maxsize=64)
 def spans_of(layout: Layout) -> tuple[Span, ...]:
-    """Return the spans of a layout in the order of their positions: equally many per rank, all of one length.
-
-    Raises:
-        LayoutError: the tokens of a rank are not consecutive (striped).
-        UnsupportedError: a layout of any runs: one program cannot serve all its ranks.
-    """
+    """Return the spans of a layout in order, all of one length; LayoutError if striped, UnsupportedError if custom."""
     if isinstance(layout, CustomLayout):
         raise UnsupportedError(
             "a layout of any runs of positions is not supported in JAX, where one program serves all ranks; use "
@@ -47,21 +40,14 @@ def spans_of(layout: Layout) -> tuple[Span, ...]:
 
 
 def scan_states(maps: Array, states: Array, *, layout: Layout, axis_name: str = "sp", is_matrix: bool = False) -> Array:
-    """Return the state that each local span takes: of the maps ``A_j S + B_j`` of the spans before it; 0 for the first.
+    """Return the state that each local span takes, composed of earlier spans' maps ``A_j S + B_j``; differentiable.
 
     Args:
         maps: A of the local spans (n, B, ...): factors of the states' entries, or matrices (n, B, ..., K, K).
         states: B of the local spans (n, B, ...).
-        layout: contiguous or zigzag.
+        layout: contiguous or zigzag (LayoutError if striped, UnsupportedError if custom).
         axis_name: the mesh axis over which the sequence is split.
         is_matrix: A is a matrix, applied to S from the left.
-
-    Returns:
-        (n, B, ...). Differentiable.
-
-    Raises:
-        LayoutError: striped tokens.
-        UnsupportedError: a custom layout.
     """
     spans = spans_of(layout)
     later = tuple(number > 0 for number in range(len(spans)))

@@ -47,9 +47,8 @@ class AttentionCase:
 def run(case: AttentionCase) -> dict[str, Any]:
     """Measure a case: medians of interleaved repeats, each timed from a barrier to the slowest rank.
 
-    ``ring_seconds`` and ``baseline_seconds`` hold forward and forward+backward; the baseline runs on rank 0 with as
-    many threads as there are ranks, while the others sleep. Tensors are stored (B, T, H, D), as a model's projections
-    make them. ``exposed_comm_seconds`` is what the slowest rank waited.
+    The baseline runs on rank 0 with as many threads as there are ranks, while the others sleep. Tensors are stored
+    (B, T, H, D), as a model's projections make them. ``exposed_comm_seconds`` is what the slowest rank waited.
     """
     results = launch(_measure, case.ranks, case, threads=1)
     return {**results[0], "config": asdict(case), "machine": describe_machine()}

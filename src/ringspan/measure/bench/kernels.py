@@ -1,7 +1,4 @@
-"""Kernels that serve each kind of attention: the ring's choice for every tile of a few typical cases.
-
-Nothing is computed: tiles come from the ring's schedules, tensors are fake, and the kernels' own rules answer.
-"""
+"""Kernels that serve each kind of attention: what they choose for the tiles of a few cases; nothing is computed."""
 
 from collections import Counter
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """One rank of a ring rehearsed on one device: its whole schedule, with blocks copied in on a side stream.
 
-Measures what a ring of N devices computes and overlaps. The yardstick is the fastest local kernel on one sequence of as
-many pairs, under the same mask.
+The yardstick is the fastest local kernel on one sequence of as many pairs, under the same mask.
 """
 
 import math
@@ -144,10 +143,9 @@ class Timing(NamedTuple):
 
 
 class Copies:
-    """Network that copies what a rank would receive from where it already is, on a side stream.
+    """Network that copies what a rank would receive from where it already is, on a side stream."""
 
-    ``blocks`` are the packed buffers by message number; gradients of other ranks are zeros. What is sent goes nowhere.
-    """
+    # ``blocks`` are the packed buffers by message number; gradients of other ranks are zeros.
 
     def __init__(self, device: torch.device, blocks: dict[int, Tensor]) -> None:
         self._blocks = blocks
@@ -217,10 +215,8 @@ class PlayedRank:
         return 4.0 * pairs * self.case.heads * self.case.head_dim
 
     def passes(self, *, is_moving: bool, is_warm: bool = True) -> dict[str, Callable[[], Any]]:
-        """Return forward and backward of the rank; the other ranks' blocks are made once.
-
-        Backward takes results of a pass, or if it is not to be warm any numbers, so that no pass has run before.
-        """
+        """Return forward and backward of the rank; the other ranks' blocks are made once."""
+        # Backward takes results of a pass, or if it is not to be warm any numbers, so that no pass has run before.
         k, v = self.k, self.v
         blank = ring_of(self.case, self.layout, self.q, k)
         blocks = _arriving(blank, k, lambda _, heads: (k[:, heads], v[:, heads]))  # whose numbers does not matter

@@ -54,8 +54,8 @@ def versions() -> dict[str, str | None]:
 def examine_ranks(group: dist.ProcessGroup) -> dict[str, Any]:
     """Return facts, links and clocks of all ranks of a group; every rank calls it and gets all of it.
 
-    ``bandwidth_bytes_per_second`` is what the slowest rank reaches when all send to the next and receive from the one
-    before at once, as in a ring; a link's is what it reaches alone. None for a single rank.
+    ``bandwidth_bytes_per_second`` is what the slowest rank reaches when all send to the next at once, as in a ring;
+    a link's is what it reaches by itself. None for a single rank.
     """
     ranks, facts = dist.get_world_size(group), gather(_facts(), group)
     offsets, uncertainty = clock_offsets(group)
@@ -83,10 +83,7 @@ def _facts() -> dict[str, Any]:
 
 
 def clock_offsets(group: dist.ProcessGroup) -> tuple[list[float], float]:
-    """Return the seconds that each rank's clock is ahead of the first one's, and the error of that.
-
-    In each of a few rounds all read their clocks after a barrier; the shortest round counts.
-    """
+    """Return the seconds that each rank's clock is ahead of the first one's, and the error of that."""
     # The shortest round says most: the clocks were read within it.
     best, error = [0.0] * dist.get_world_size(group), float("inf")
     for _ in range(10):

@@ -101,8 +101,8 @@ def measure_speeds(device: torch.device) -> list[dict[str, Any]]:
 def report(examined: dict[str, Any] | None, failures: Iterable[Problem] = ()) -> dict[str, Any]:
     """Return what this machine has, what its ranks found out about each other, and all problems.
 
-    ``flops`` is that of bfloat16 matrix products on the slowest rank, as the planner counts a device;
-    ``min_block_tokens`` is F/B, from which a block's computation hides its travel.
+    ``flops`` is that of bfloat16 matrix products on the slowest rank; ``min_block_tokens`` is F/B, from which a
+    block's computation hides its travel.
     """
     device = local_device()
     problems = [*_problems_here(device), *failures]
@@ -197,10 +197,8 @@ def _problems_here(device: torch.device) -> Iterator[Problem]:
 
 
 def attention_flops(device: torch.device, dtype: torch.dtype, *, tokens: int | None = None) -> float:
-    """Return the best FLOP/s of causal attention, forward and backward, with the kernel that the ring would choose.
-
-    8 heads of 128; 14 FLOPs per pair and entry of a head: two matrix products forward, five backward.
-    """
+    """Return the best FLOP/s of causal attention, both passes, with the kernel that the ring would choose."""
+    # 8 heads of 128; 14 FLOPs per pair and entry of a head: two matrix products forward, five backward.
     heads, head_dim, tokens = 8, 128, tokens or (8192 if device.type == "cuda" else 1024)
     q, k, v, dout = (torch.randn(1, heads, tokens, head_dim, device=device).to(dtype) for _ in range(4))
     schedule, scores = make_schedule(Layout("contiguous", tokens, 1), causal(), 0), Scores(head_dim**-0.5)

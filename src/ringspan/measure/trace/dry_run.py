@@ -54,14 +54,8 @@ class Trace:
 
 
 def trace(config: PreTrainedConfig, setting: Setting, rank: int = 0) -> Trace:
-    """Trace ``parallelize``, forward, loss, backward, clipping and AdamW as ``rank`` of ``replicate x ring x tp``.
-
-    The process must not be in a process group: a fake one is made, in which nothing is sent.
-
-    Raises:
-        ConfigError: a rank outside of the mesh, or a process group that already exists.
-        UnsupportedError: what ``parallelize`` refuses.
-    """
+    """Trace a whole training step as ``rank`` of ``replicate x ring x tp``; raise like ``check_rank``."""
+    # A fake process group is made, in which nothing is sent.
     check_rank(config, setting, rank)
     tracker = MemoryTracker(is_fake=True)
     with (
@@ -124,10 +118,8 @@ def _batch(model: Any, mesh: DeviceMesh, setting: Setting) -> dict[str, torch.Te
 
 
 def _without_values(on_gpu: bool) -> DeviceRules:
-    """Configure work on tensors without values, as on CPU or GPU (without one there are no fake CUDA tensors).
-
-    No file could hold them, and whatever a module is tried on, it passes.
-    """
+    """Return rules for tensors without values, as on CPU or GPU (without one there are no fake CUDA tensors)."""
+    # No file could hold them, and whatever a module is tried on, it passes.
     rules = DeviceRules(cuts_for_cores=False) if on_gpu else rules_of(torch.device("cpu"))
     return replace(rules, offloads_to="nowhere", probe_tokens=1)
 
@@ -152,12 +144,7 @@ class _FarHostAdamW(HostAdamW):
 
 
 def check_rank(config: PreTrainedConfig, setting: Setting, rank: int) -> None:
-    """Refuse what one process cannot play.
-
-    Raises:
-        ConfigError: a rank outside of the mesh, or a process group that already exists.
-        UnsupportedError: a model that the ring does not run.
-    """
+    """Raise ConfigError for a rank outside the mesh or a process group, UnsupportedError for a model no ring runs."""
     ranks = setting.devices
     if not 0 <= rank < ranks:
         raise ConfigError(f"--rank {rank}: there are {ranks} ranks, 0 to {ranks - 1}; use one")
@@ -209,11 +196,7 @@ def thinned(moments: Sequence[Moment], count: int) -> list[Moment]:
 
 
 def hugging_face_config(shape: ModelShape, length: int) -> PreTrainedConfig:
-    """Return the config of a model of this shape, for sequences of this length.
-
-    Raises:
-        UnsupportedError: a model with towers or adapters, or a table of positions that is shorter.
-    """
+    """Return the config of a model of this shape and length; UnsupportedError for towers, adapters or few positions."""
     if shape.sees:
         raise UnsupportedError(f"{shape.name}: --trace builds language models, not {shape.model_type} with its towers")
     if shape.lora:

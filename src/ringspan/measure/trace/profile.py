@@ -1,8 +1,7 @@
-"""Memory and activity of a rank over real steps: a memory timeline of one step and a hop timeline of the next.
+"""Memory timeline of one real step of a rank, and hop timeline of the next, by hooks: any loop can be profiled.
 
 The first two steps run under the memory tracker (FSDP makes its buffers in the first, the optimizer its state), which
-slows them; the third runs without it and is the one whose seconds are shown. Works from hooks on a parallelized model
-and its optimizer, so any loop can be profiled.
+slows them; the third runs without it and is the one whose seconds are shown.
 """
 
 import time
@@ -170,10 +169,7 @@ class Profiler:
 
 
 def profile_rank(shape: ModelShape, setting: Setting, folder: Path, doing: Callable[[str], None]) -> list[RankProfile]:
-    """Profile a model with random weights on the default process group; every rank calls it and gets all.
-
-    On the first rank ``doing`` announces each part, which may take minutes.
-    """
+    """Profile a model with random weights on the default process group; every rank calls it, the first announces."""
     doing = doing if dist.get_rank() == 0 else lambda what: None
     mesh = init_mesh(ring=setting.ring)
     device = mesh.device_type

@@ -1,7 +1,7 @@
-"""One rank of many, run on the one device at hand: real tensors, real kernels, made-up neighbours.
+"""One rank of many on the one device at hand: real tensors, real kernels, made-up neighbours.
 
-Collectives go to a fake process group, which answers with this rank's own data; blocks that would arrive are random
-numbers of the right size. So loss and gradients mean nothing, but every buffer and every kernel is the real one.
+Collectives are answered with this rank's own data, and blocks that would arrive are random numbers: loss and gradients
+mean nothing, but every buffer and every kernel is the real one.
 """
 
 import os
@@ -96,10 +96,8 @@ def rehearse(
 ) -> Rehearsal:
     """Run training steps as ``rank`` of ``ring x replicate`` on this process's device.
 
-    ``peak_bytes`` is what the allocator has given out at most in a step (on CUDA ``max_memory_allocated``), kernels'
-    own buffers included; ``bytes`` are the tensors at their highest moment by category.
-
-    Weights are drawn at random; a neighbour's blocks arrive at ``bandwidth`` bytes/s; ``doing`` gets each part.
+    ``peak_bytes`` is what the allocator has given out at most in a step, kernels' own buffers included; ``bytes``
+    are the tensors at their highest moment by category. A neighbour's blocks arrive at ``bandwidth`` bytes/s.
     """
     dryrun.check_rank(config, setting, rank)
     device = local_device()
@@ -183,11 +181,8 @@ def _events(transfers: list[TransferRecord], started: Moment) -> list[tuple[floa
 
 
 def exposed_seconds(events: list[tuple[float, int, int]], bandwidth: float) -> float:
-    """Return the total wait of a rank when blocks arrive at ``bandwidth``, one after the other as they were posted.
-
-    ``events`` are (seconds, number of an exchange, bytes that arrive, or -1 where the rank needs it), in order; a wait
-    delays all that follows.
-    """
+    """Return the total wait of a rank when blocks arrive at ``bandwidth``, one after the other as they were posted."""
+    # ``events``: (seconds, number of an exchange, bytes, or -1 when needed), in order; a wait delays what follows.
     delay, free, arrival = 0.0, 0.0, dict[int, float]()
     for moment, number, num_bytes in events:
         if num_bytes >= 0:

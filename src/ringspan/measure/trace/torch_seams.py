@@ -1,8 +1,4 @@
-"""Replacements in torch that a trace needs, where torch has no argument, hook or registry.
-
-Each replaces attributes of torch while its context is active, and says why it must. Nothing else in this package
-replaces a function of another module.
-"""
+"""Replacements in torch that a trace needs, while active, where torch has no argument, hook or registry."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,11 +12,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 @contextmanager
 def real_meshes() -> Iterator[None]:
-    """Let meshes compute with numbers while tensors are fake, where FSDP2 takes axes out and joins them.
-
-    A mesh reads its rank from a tensor that it makes; under ``FakeTensorMode`` that has no values, and the mesh cannot
-    be told to make it outside of the mode.
-    """
+    """Let meshes compute with numbers while tensors are fake, where FSDP2 takes axes out and joins them."""
+    # A mesh reads its rank from a tensor, which under ``FakeTensorMode`` has no values; it has no argument for that.
     take, join = DeviceMesh.__getitem__, DeviceMesh._concatenate
 
     def taken(mesh: DeviceMesh, names: str | tuple[str, ...]) -> DeviceMesh:
@@ -57,10 +50,8 @@ def watched_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator
 
 @contextmanager
 def watched_predictions(predicts: Callable[[bool], None]) -> Iterator[None]:
-    """Call ``predicts`` when DTensor begins and ends a run on fake tensors that only predicts shapes, without memory.
-
-    A dispatch mode cannot tell them from a traced run's own: they are of the fake mode that is active.
-    """
+    """Call ``predicts`` when DTensor begins and ends a run on fake tensors that only predicts shapes."""
+    # A dispatch mode cannot tell them from a traced run's own: they are of the fake mode that is active.
     predict = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def predict_and_tell(*args: Any) -> Any:

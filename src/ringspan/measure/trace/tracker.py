@@ -49,10 +49,8 @@ class _Storage:
 class MemoryTracker(TorchDispatchMode):
     """A dispatch mode that knows all storages made inside of it, also those inside of the ring operator.
 
-    It runs the ring's own loop in place of the operator, so blocks in flight, float32 sums and gradients on their way
-    are counted like everything else. What a kernel allocates inside of one operator of PyTorch is not seen.
-
-    With ``is_fake`` it answers for the tensors that have no values (see ``_ANSWERS``).
+    It runs the ring's own loop in place of the operator; what a kernel allocates inside of one operator of PyTorch
+    is not seen. With ``is_fake`` it answers for the tensors that have no values (see ``_ANSWERS``).
     """
 
     is_fake: bool = False

@@ -1,7 +1,6 @@
 """transformers' ``generate`` on a ring: every rank gives the whole prompt and gets the whole text.
 
-The cache is split over the ring, forward splits the given tokens, and every rank gets the first rank's last logits, so
-that all draw the same token. B batch, n new tokens, V vocabulary.
+Every rank gets the first rank's last logits, so that all draw the same token. B batch, n new tokens, V vocabulary.
 """
 
 import inspect
@@ -81,10 +80,8 @@ class RingGenerator(RingCausalLM):
         ring_over_cache: CachePass | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run ``RingCausalLM.forward``; over a cache, return the last new tokens' logits (B, n, V) on every rank.
-
-        Its signature shows transformers' arguments, which ``generate`` and Trainer look for.
-        """
+        """Run ``RingCausalLM.forward``; over a cache, return the last new tokens' logits (B, n, V) on every rank."""
+        # Its signature shows transformers' arguments, which ``generate`` and Trainer look for.
         if ring_over_cache is not None:
             return over_cache(self, ring_over_cache)
         given = {"input_ids": input_ids, "position_ids": position_ids, "labels": labels}

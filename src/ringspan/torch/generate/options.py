@@ -36,12 +36,7 @@ _PLAIN: Final = bool, int, float, str, list, tuple, dict  # of which ranks compa
 def agreed_options(
     model: Any, plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any], weights: str
 ) -> dict[str, Any]:
-    """Return the arguments for transformers' ``generate``, once all ranks agree on them.
-
-    Raises:
-        PeerMismatch: they do not; on every rank.
-        RingspanError: an error of some rank; on every rank.
-    """
+    """Return the arguments for transformers' ``generate``; PeerMismatch, or a rank's own error, on every rank."""
     arguments: dict[str, Any] = {}
     try:
         if not issubclass(type(model), GenerationMixin):
@@ -187,10 +182,8 @@ def _num_new_tokens(config: GenerationConfig, arguments: dict[str, Any], prompt:
 
 
 def _check_continues(cache: RingCache, ids: Tensor, mask: Tensor | None) -> None:
-    """Raise UnsupportedError for a text that does not continue the cache, whose beginning transformers would ignore.
-
-    A mask longer than the text covers the cached tokens: the text is then the continuation.
-    """
+    """Raise UnsupportedError for a text that does not continue the cache, whose beginning transformers would ignore."""
+    # A mask longer than the text covers the cached tokens: the text is then the continuation.
     length = cache.shares.length
     if not length:
         return

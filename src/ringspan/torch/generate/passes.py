@@ -1,7 +1,4 @@
-"""Forward pass over a ring's cache: new tokens in, logits of the last ones out, on every rank.
-
-B batch, n new tokens, V vocabulary.
-"""
+"""Forward pass over a ring's cache: n new tokens (B, n) in, logits (B, n, V) of the last ones out, on every rank."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -59,12 +56,7 @@ class CachePass(NamedTuple):
 
 
 def agreed_pass(model: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachePass:
-    """Return the arguments of a pass over a cache, once the ring's ranks agree on them.
-
-    Raises:
-        PeerMismatch: they do not; on every rank.
-        RingspanError: an error of some rank; on every rank.
-    """
+    """Return the arguments of a pass over a cache; PeerMismatch, or a rank's own error, on every rank."""
     asked = CachePass()
     try:
         given = kwargs

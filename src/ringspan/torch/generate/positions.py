@@ -1,9 +1,7 @@
-"""Positions of new tokens after cached ones, and their shifts.
+"""Positions of new tokens after cached ones, and their shifts. B batch, n new tokens, L tokens in all.
 
-An image's many tokens take few positions (M-RoPE), so later positions are not token counts. The cache keeps each
-token's difference, its shift, so that any later pass can continue.
-
-B batch, n new tokens, L tokens in all.
+An image's many tokens take few positions (M-RoPE): the cache keeps each token's difference, its shift, so that any
+later pass can continue.
 """
 
 from typing import Any
@@ -20,16 +18,8 @@ from ringspan.torch.multimodal.kinds import has_grid_positions
 def new_positions(
     model: Any, cache: RingCache, rows: int, count: int, mask: Tensor | None, media: Media | None
 ) -> Tensor:
-    """Compute positions of new tokens: (B, n), or (4, B, n) with images, which have a time, row and column too.
-
-    Args:
-        model: on a ring.
-        cache: of the tokens before.
-        rows: sequences; a multiple of the cache's.
-        count: new tokens n.
-        mask: real tokens among all (B, L).
-        media: of the new tokens.
-    """
+    """Compute positions of new tokens: (B, n), or (4, B, n) with images, which have a time, row and column too."""
+    # ``rows`` is a multiple of the cache's; ``mask`` are real tokens among all (B, L); ``media`` are the new tokens'.
     before = cache.shares.length
     text = torch.arange(before, before + count)[None]
     reached: int | Tensor = before
@@ -45,10 +35,8 @@ def new_positions(
 
 
 def new_shifts(cache: RingCache, positions: Tensor, mask: Tensor | None) -> Tensor:
-    """Compute the shifts of new tokens (B, n) from their positions.
-
-    Text after an image or video begins after its last row and column, however long a video is.
-    """
+    """Compute the shifts of new tokens (B, n) from their positions."""
+    # Text after an image or video begins after its last row and column, however long a video is.
     rows, count = positions.shape[-2:]
     reached = (positions if positions.ndim == 2 else positions[-2:].amax(0)).cpu() + 1
     if mask is None:

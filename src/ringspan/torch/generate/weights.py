@@ -30,10 +30,8 @@ def check_weights(weights: Any) -> None:
 
 @contextmanager
 def weights_for_tokens(model: Any, weights: str, cache_bytes: int) -> Iterator[None]:
-    """Keep all weights whole on each rank during generation, or gather them for each pass.
-
-    ``auto`` keeps them whole if they fit with ``cache_bytes`` on all ranks, and logs the reason.
-    """
+    """Keep all weights whole on each rank during generation, or gather them for each pass."""
+    # ``auto`` keeps them whole if they fit with ``cache_bytes`` on all ranks, and logs the reason.
     ring = model.ring_mesh["ring"]
     if ring.size() == 1 or weights == "sharded" or not isinstance(model, FSDPModule):
         yield

@@ -48,14 +48,9 @@ def choose_checkpoint(
     feedforward_in_chunks: bool = False,
     layers_per_checkpoint: int | None = None,
 ) -> tuple[CheckpointName, int]:
-    """Choose the policy and ``layers_per_checkpoint`` that recompute least within a byte budget for ``tokens`` tokens.
-
-    In this order: ``none``; ``attention``, then with ever more layers that share an input; ``full``, in the same way.
-    A number of layers that is given stays.
-
-    Raises:
-        ConfigError: not even the last of them fits; the message says what it needs.
-    """
+    """Choose the policy and ``layers_per_checkpoint`` that recompute least within a byte budget for these tokens."""
+    # In this order: none; attention, then with ever more layers that share an input (or those given); full likewise.
+    # ConfigError, which says what it needs, if not even the last fits.
     # From what computes least again to what keeps least; the last attempt is what the message tells of.
     needed, sharing = 0, 1
     layers, an_input, sizes = config.num_hidden_layers, dtype.itemsize * config.hidden_size, layer_sizes(config, tp)
@@ -81,11 +76,7 @@ def choose_checkpoint(
 
 
 def check_checkpointing(model: PreTrainedModel, policy: str, offload: str, layers_per_checkpoint: int) -> None:
-    """Check the options of ``checkpoint_layers`` without changing the model.
-
-    Raises:
-        ConfigError: an unknown policy, a model without checkpointing, or nothing to offload or to put in segments.
-    """
+    """Raise ConfigError for an unknown policy, a model without checkpointing, or nothing to offload or to segment."""
     if offload_name(offload) != "none" and checkpoint_name(policy) == "none":
         raise ConfigError(f"offload={offload!r} moves what checkpointing keeps; use checkpoint='attention' or 'full'")
     check_segments(checkpoint_name(policy), layers_per_checkpoint)
@@ -103,10 +94,10 @@ def checkpoint_layers(
 ) -> None:
     """Checkpoint every decoder layer of a Hugging Face model, by checked options.
 
-    ``none`` keeps everything; ``full`` keeps a layer's input and computes the layer again; ``attention`` also keeps the
-    ring's result and log-sum-exp, so that the ring forward (its FLOPs and all of its communication) never runs again.
-    With ``offload="activations"`` what is kept waits in host memory (CUDA) or in memory-mapped files (CPU). Of
-    ``layers_per_checkpoint`` consecutive layers only the first keeps its input, see ``ringspan.torch.memory.segments``.
+    ``none`` keeps everything, ``full`` a layer's input; ``attention`` also keeps the ring's result and log-sum-exp,
+    so that the ring forward never runs again. With ``offload="activations"`` what is kept waits in host memory
+    (CUDA) or in memory-mapped files (CPU). Of ``layers_per_checkpoint`` consecutive layers only the first keeps its
+    input.
     """
     if policy == "none":
         return

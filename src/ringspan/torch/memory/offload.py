@@ -25,9 +25,7 @@ _AHEAD: Final = 3
 class Store:
     """Store of tensors, best fetched in reverse order, which is prefetched.
 
-    Parameters, integers and tensors below ``min_bytes`` stay. Files are in ``folder`` (default: the system's) and
-    vanish
-    with their tensors.
+    Parameters, integers and tensors below ``min_bytes`` stay. Files are in ``folder`` and vanish with their tensors.
     """
 
     def __init__(self, *, min_bytes: int | None = None, folder: str | None = None) -> None:

@@ -1,8 +1,7 @@
-"""AdamW for bfloat16 parameters, with stochastic rounding.
+"""AdamW for bfloat16 parameters, with stochastic rounding (Gupta et al. 2015, section 3).
 
 Rounding to nearest loses updates below 1/512 of a parameter. Here updates are computed in float32 and rounded at random
 to a neighbour, in proportion: ``E[round(w)] = w``.
-Source: Gupta et al. 2015, "Deep Learning with Limited Numerical Precision", section 3.
 """
 
 from typing import Any, Final
@@ -18,13 +17,9 @@ _SEEDS: Final = 1 << 31
 
 
 class RoundingAdamW(torch.optim.AdamW):
-    """AdamW with float32 moments and random rounding of bfloat16 parameters.
+    """AdamW with float32 moments and random rounding of bfloat16 parameters; ConfigError for others than these two.
 
     Random numbers depend on the step and the parameter's place, so that replicas and resumed runs round identically.
-    Float32 parameters are stepped as by AdamW.
-
-    Raises:
-        ConfigError: parameters of another dtype than these two.
     """
 
     def __init__(self, params: Any, **options: Any) -> None:

@@ -1,8 +1,8 @@
 """Segments of decoder layers that keep one input (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost").
 
-Only a segment's first layer keeps its input. When backward reaches the last one, the other inputs are recomputed in one
-go without autograd, and each is freed after its layer: at most ``L / k + k - 1`` inputs instead of ``L``, for one more
-forward pass of all but every k-th layer. Kept ring results spare the ring in it.
+When backward reaches a segment's last layer, the other inputs are recomputed in one go without autograd, and each is
+freed after its layer: at most ``L / k + k - 1`` inputs instead of ``L``, for one more forward pass of all but every
+k-th layer. Kept ring results spare the ring in it.
 """
 
 from collections.abc import Callable, Generator, Iterator
@@ -43,11 +43,7 @@ class Segments:
             self._segment = self._last = None
 
     def checkpoint(self, layer: nn.Module, function: Callable[..., Any], *args: Any) -> Any:
-        """Checkpoint ``function(*args)``, a layer of the hidden states ``args[0]``.
-
-        Raises:
-            UnsupportedError: the layer is not a segment's first, and its input is not what the one before it returned.
-        """
+        """Checkpoint ``function(*args)``; UnsupportedError unless it begins a segment or continues the last."""
         # Evaluation keeps nothing, so there is nothing to save.
         if not torch.is_grad_enabled():
             return function(*args)
@@ -78,10 +74,8 @@ class Segments:
 
 
 def checkpointed(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """Run ``torch.utils.checkpoint``, and remove its hooks if ``function`` raises.
-
-    Until torch 2.12 they live as long as the exception, and later passes would recompute from the failed layer.
-    """
+    """Run ``torch.utils.checkpoint``, and remove its hooks if ``function`` raises."""
+    # Until torch 2.12 they live as long as the exception, and later passes would recompute from the failed layer.
     try:
         return checkpoint(function, *args, **options)
     except BaseException as error:

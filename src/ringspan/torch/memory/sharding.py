@@ -19,10 +19,8 @@ from ringspan.torch.layers.packed import split_into_parts
 def shard_weights(
     model: nn.Module, layers: Sequence[nn.Module], mesh: DeviceMesh, compute_dtype: torch.dtype | None
 ) -> None:
-    """Shard each layer's parameters, then those around them, over the ring, in place; replicas copy.
-
-    Gradients are summed over all ranks in float32, or in float64 where parameters are.
-    """
+    """Shard each layer's parameters, then those around them, over the ring, in place; replicas copy."""
+    # Gradients are summed over all ranks in float32, or in float64 where parameters are.
     split_into_parts(model)
     dtype = torch.float32
     for parameter in model.parameters():
@@ -72,15 +70,9 @@ def _as_sharded(given: Tensor, parameter: DTensor) -> DTensor:
 
 @torch.compiler.disable()
 def settle(model: FSDPModule) -> None:
-    """Return all weights to their shards between two passes.
-
-    FSDP leaves the outermost weights whole after a forward pass, for the backward pass. Where none follows, an
-    optimizer made then would be given copies of the shards, and the next forward pass would compute with weights from
-    before the update. After an exception FSDP takes the next forward pass for a part of the pass that failed.
-
-    Raises:
-        UnsupportedError: a weight was changed meanwhile, which would be lost.
-    """
+    """Return all weights to their shards between two passes; UnsupportedError if one was changed meanwhile."""
+    # FSDP leaves the outermost weights whole for the backward pass. If none follows, an optimizer made then would get
+    # copies, and the next pass would use old weights; after an exception FSDP takes the next pass for the failed one.
     state = _state_of(model)
     if torch._C._current_graph_task_id() != -1:  # somebody asks during backward
         return
@@ -108,10 +100,8 @@ def note_copies(model: FSDPModule) -> None:
 
 @torch.compiler.disable()
 def with_shards(model: FSDPModule, output: Any) -> Any:
-    """Put the shards back after a forward pass and return its output; copies wait for backward.
-
-    A copy's gradient is summed over ranks: a penalty on a whole weight would count once for each of them.
-    """
+    """Put the shards back after a forward pass and return its output; copies wait for backward."""
+    # A copy's gradient is summed over ranks: a penalty on a whole weight would count once for each of them.
     for tensor in tree_leaves(output):
         if isinstance(tensor, Tensor) and tensor.requires_grad:  # a head is called again in backward
             tensor.register_hook(lambda _: _put_in_place(model, "_unsharded_param"))
@@ -208,10 +198,8 @@ def unseen_parameters(model: Any) -> list[str]:
 
 @torch.compiler.disable()
 def renew_types(model: FSDPModule) -> None:
-    """Renew FSDP's dtypes for parameters without gradients in the first pass, after which it never looks again.
-
-    It would otherwise sum their gradients in the dtype of the computation.
-    """
+    """Renew FSDP's dtypes for parameters without gradients in the first pass, after which it never looks again."""
+    # It would otherwise sum their gradients in the dtype of the computation.
     for group in _groups_of(model):
         if group._orig_dtype is None and any(p.sharded_param.requires_grad for p in group.fsdp_params):
             group._init_mp_dtypes()

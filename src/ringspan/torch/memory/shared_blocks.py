@@ -1,7 +1,6 @@
-"""Blocks shared by several layers (Zamba): one module in all of them, with its own FSDP group.
+"""Blocks shared by several layers (Zamba): one module in all of them, with its own FSDP group."""
 
-FSDP gathers a layer's weights together, so no weight may be in two. transformers ties such blocks weight by weight.
-"""
+# FSDP gathers a layer's weights together: no weight may be in two. transformers ties such blocks weight by weight.
 
 from typing import Any, NamedTuple
 
@@ -21,11 +20,7 @@ class SharedBlock(NamedTuple):
 
 
 def find_shared_blocks(model: nn.Module) -> list[SharedBlock]:
-    """Return the blocks that layers share with earlier ones, without changing the model.
-
-    Raises:
-        UnsupportedError: a weight that two layers share without the rest of a block.
-    """
+    """Return the blocks that layers share with earlier ones; UnsupportedError for a weight shared without its block."""
     owners: dict[int, str] = {}
     found: list[SharedBlock] = []
     layers = layers_of(model)

@@ -16,17 +16,8 @@ from ringspan.torch.runtime.mesh import tensor_axis
 
 
 def check_media(model: Any, media: Media | None, tokens: Tensor, lengths: Tensor | None) -> None:
-    """Raise if a model on a ring cannot process a batch's images or placeholder tokens.
-
-    Args:
-        model: the one that is called.
-        media: of the whole batch.
-        tokens: the local ones (B, T).
-        lengths: of each sequence's documents.
-
-    Raises:
-        UnsupportedError: images that the model does not take, or that do not match their tokens; by name and example.
-    """
+    """Raise UnsupportedError, by name and example, if a model cannot process a batch's images or placeholder tokens."""
+    # ``media`` and ``lengths`` (of documents) are the whole batch's, ``tokens`` (B, T) the local ones.
     kind: Kind | None = model.ring_media
     if kind is None:
         if media is not None:
@@ -131,13 +122,7 @@ def _check_modality(model: Any, modality: Modality, media: Media) -> None:
 
 
 def check_counts(modality: Modality, made: Sequence[int], wanted: Sequence[int]) -> None:
-    """Raise UnsupportedError if the units' embeddings do not match the examples' tokens.
-
-    Args:
-        modality: of the embeddings.
-        made: embeddings of each unit, in order.
-        wanted: tokens of each example.
-    """
+    """Raise UnsupportedError if the embeddings of each unit, in order, do not match the examples' ``wanted`` tokens."""
     if sum(made) == sum(wanted):
         return
     rest, unit = list(made), 0

@@ -1,7 +1,6 @@
-"""Cuts of tower inputs into independent units (a frame, an image, an example's images, a sound window), in token order.
+"""Cuts of tower inputs into independent units (a frame, an image, an example's images, a sound window), in order."""
 
-I images, V videos, F frames, P patches, C channels.
-"""
+# I images, V videos, F frames, P patches, C channels.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

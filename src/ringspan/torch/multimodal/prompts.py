@@ -1,7 +1,6 @@
-"""Images of a prompt: towers shared out over the ring, all embeddings on every rank until the prompt is read.
+"""Images of a prompt: towers shared out over the ring, all embeddings on every rank until the prompt is read."""
 
-B batch, n new tokens, R embeddings, in token order.
-"""
+# B batch, n new tokens, R embeddings, in token order.
 
 from collections.abc import Callable
 from typing import Any
@@ -17,16 +16,10 @@ from ringspan.torch.multimodal.towers import Made, SharedTowers
 
 
 class PromptImages(SharedTowers):
-    """Images of a prompt read over a cache, the same on every rank.
+    """Images of a prompt read over a cache, the same on every rank; UnsupportedError if they do not fit their tokens.
 
-    Args:
-        model: on a ring.
-        media: of the prompt (B, at most n).
-        rows: sequences of the pass: each prompt row once per beam, consecutively.
-        count: new tokens n, including those guessed after the prompt.
-
-    Raises:
-        UnsupportedError: embeddings do not match their tokens; on every rank.
+    ``rows`` are the pass's sequences (each prompt row once per beam, consecutively), ``count`` its new tokens n,
+    including those guessed after the prompt.
     """
 
     def __init__(self, model: Any, media: Media, rows: int, count: int) -> None:

@@ -1,7 +1,6 @@
-"""Distribution of embeddings: the rank that makes each, and its way to its token.
+"""Distribution of embeddings: the rank that makes each, and its way to its token."""
 
-B batch, S global tokens, T local tokens, N ranks, R embeddings of a batch, in token order.
-"""
+# B batch, S global tokens, T local tokens, N ranks, R embeddings of a batch, in token order.
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -39,14 +38,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(places: Integers, split: BatchLayout, rank: int, made: Sequence[int]) -> Plan:
-    """Plan one rank's exchange.
-
-    Args:
-        places: sequence and position of each embedding's token, (R, 2), sorted.
-        split: the layout of positions.
-        rank: whose plan it is.
-        made: number of embeddings made by each rank, in order.
-    """
+    """Plan one rank's exchange: ``places`` (R, 2) are sorted (sequence, position), ``made`` embeddings by each rank."""
     ranks, tokens = split.shared.ranks, split.shared.tokens_per_rank
     tables = np.stack([layout.inverse for layout in split.rows])
     stored = tables[places[:, 0] if len(tables) > 1 else 0, places[:, 1]]

@@ -1,9 +1,7 @@
 """Forward passes with images: each rank runs towers on its share, and the model places the embeddings in its text.
 
 transformers' models scatter the output of ``get_image_features`` over placeholder tokens. On a ring that method runs
-this rank's share, exchanges embeddings and returns the local tokens'; all else is the model's own.
-
-B batch, S global tokens, T local tokens, N ranks.
+this rank's share, exchanges embeddings and returns the local tokens'. B batch, S global and T local tokens, N ranks.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -116,11 +114,7 @@ class SharedTowers:
         return Made(output, rows, [part.shape[-1] for part in parts], [len(piece) for piece in pieces])
 
     def counted(self, work: Work, made: Made, wanted: list[int]) -> list[int]:
-        """Return the number of embeddings made by each rank.
-
-        Raises:
-            UnsupportedError: they do not match each example's placeholder tokens; on every rank.
-        """
+        """Return the embeddings made by each rank; UnsupportedError on all if the placeholder tokens are others."""
         by_rank = torch.zeros(self.ranks, dtype=torch.int64, device=made.rows.device)
         by_rank[self.rank] = len(made.rows)
         dist.all_reduce(by_rank, group=self.group)
@@ -166,12 +160,8 @@ class SharedTowers:
 class MediaPass(SharedTowers):
     """Images of one batch on their way through a model.
 
-    Args:
-        model: on a ring.
-        media: of the whole batch; None if only replicas have any.
-        inputs: tower arguments by modality: the batch's own, or another replica's.
-        split: of the batch.
-        lengths: of each sequence's documents.
+    ``media`` are the whole batch's (None if only replicas have any), ``inputs`` tower arguments by modality, the
+    batch's own or another replica's, ``split`` and ``lengths`` (of documents) the batch's.
     """
 
     def __init__(
@@ -202,11 +192,7 @@ class MediaPass(SharedTowers):
         return self.decoded(given | {"position_ids": positions})
 
     def features(self, name: str, compute: Callable[..., Any]) -> Any:
-        """Return a tower's output with the local tokens' embeddings in place of its share's.
-
-        Raises:
-            UnsupportedError: embeddings do not match the batch's tokens; on every rank.
-        """
+        """Return a tower's output with the local tokens' embeddings in place of its share's; raise as ``counted``."""
         work = self.works[name]
         places, wanted = torch.empty(0, 2, dtype=torch.int64), [0]
         if self.media is not None and work.modality.cut.pixels in self.media.inputs:
@@ -218,10 +204,8 @@ class MediaPass(SharedTowers):
 
 
 def find_pass(model: Any, media: Media | None, tokens: int, lengths: Tensor | None) -> MediaPass | None:
-    """Return the image pass of a batch with some local tokens; None if no replica has images.
-
-    All replicas run the same towers, since gradients are summed: one without images runs the smallest of another's.
-    """
+    """Return the image pass of a batch with some local tokens; None if no replica has images."""
+    # All replicas run the same towers, since gradients are summed: one without images runs another's smallest.
     kind: Kind | None = model.ring_media
     if kind is None:
         return None

@@ -1,8 +1,6 @@
-"""Current sequence and recorded results for layers with a state.
+"""Current sequence and recorded results for layers with a state."""
 
-A layer's code hands only tensors to its functions, so layouts and documents surround it as context, also while it is
-recomputed in backward.
-"""
+# A layer's code hands only tensors on, so layouts and documents are context, also while backward recomputes it.
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,6 @@
-"""Exchange of states, their composing maps and convolution halos between spans, as operators that trace.
+"""Exchange of states, their composing maps and convolution halos between spans, as operators that trace."""
 
-n local spans in storage order, B batch, C channels, T local tokens.
-"""
+# n local spans in storage order, B batch, C channels, T local tokens.
 
 from typing import Any
 
@@ -23,11 +22,9 @@ def applied(maps: Tensor, states: Tensor, is_matrix: bool) -> Tensor:
 
 @torch.library.custom_op("ringspan::scan_states", mutates_args=())
 def scan_states(maps: Tensor, states: Tensor, plan: str, is_matrix: bool, reverse: bool) -> Tensor:
-    """Return each local span's incoming state, composed of earlier spans' maps ``A_j S + B_j``; 0 if none.
-
-    maps (n, B, ...) are A and states (n, B, ...) B. In ``reverse`` the spans come from the last one on, A is transposed
-    and a span takes the gradient of the state after it.
-    """
+    """Return each local span's incoming state, composed of earlier spans' maps ``A_j S + B_j``; 0 if none."""
+    # maps (n, B, ...) are A and states (n, B, ...) B. In ``reverse`` the spans come from the last one on, A is
+    # transposed and a span takes the gradient of the state after it.
     plan_, name = from_text(plan)
     group = _group(name)
     rank = dist.get_rank(group) if group is not None else 0

@@ -26,13 +26,9 @@ _STATEFUL: Final[set[Function]] = set()
 
 
 def refuse_stateless(rule: Rule, function: Function, arguments: Arguments) -> None:
-    """Raise for a function that ignores its initial state or does not return the final one.
-
-    transformers silently drops arguments that a kernel library lacks, so each function is tried once, on one token.
-
-    Raises:
-        UnsupportedError: naming the function; on every rank, before anything is sent.
-    """
+    """Raise UnsupportedError on every rank for a function that ignores its initial state or returns no final one."""
+    # transformers silently drops arguments that a kernel library lacks: each function is tried once, on one token.
+    # transformers silently drops arguments that a kernel library lacks: each function is tried once, on one token.
     part = dict(arguments)
     if function in _STATEFUL or any(isinstance(x, FakeTensor) for x in part.values()):
         return
@@ -59,10 +55,7 @@ def refuse_stateless(rule: Rule, function: Function, arguments: Arguments) -> No
 
 @torch.compiler.disable()
 def recurrence(rule: Rule, function: Function, arguments: Mapping[str, Any], sequences: SequencePass) -> Tensor:
-    """Compute a stateful layer's outputs for local tokens; differentiable and collective.
-
-    Equals ``function(**arguments)`` on the whole sequence, each document by itself.
-    """
+    """Compute ``function(**arguments)`` of the whole sequence, per document, of local tokens; differentiable."""
     parts = sequences.of_rows()
     if len(parts) > 1:
         return _joined([recurrence(rule, function, _only(rows, rule, arguments), part) for rows, part in parts], 0)
@@ -247,11 +240,9 @@ def convolution(
     function: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, sequences: SequencePass,
     **options: Any,
 ) -> Tensor:  # fmt: skip
-    """Compute a causal convolution of local tokens, each document by itself; differentiable and collective.
-
-    ``function(x, weight, bias, **options)`` computes it of consecutive tokens, with zeros before the first one. x (B,
-    C, T), weight (C, K). In a pass over a cache, what it holds comes before the first token.
-    """
+    """Compute a causal convolution of local tokens, each document by itself; differentiable and collective."""
+    # ``function(x, weight, bias, **options)`` computes it of consecutive tokens, zeros before the first; x (B, C, T),
+    # weight (C, K). In a pass over a cache, what it holds comes before the first token.
     parts = sequences.of_rows()
     if len(parts) > 1:
         return _joined([convolution(function, x[rows], weight, bias, part, **options) for rows, part in parts], 0)

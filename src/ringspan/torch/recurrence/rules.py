@@ -1,7 +1,7 @@
 """Rules of stateful layers: tokens map a state affinely, ``A S + B``, and outputs are linear in it.
 
-A rule wraps one kind of function: transformers' own, or a kernel of flash-linear-attention or mamba-ssm with the same
-arguments. B batch, T tokens, H heads, K key size, V value size, C channels, N state size.
+A rule wraps transformers' own function, or a kernel of flash-linear-attention or mamba-ssm with the same arguments. B
+batch, T tokens, H heads, K key size, V value size, C channels, N state size.
 """
 
 from collections.abc import Callable, Mapping
@@ -63,10 +63,7 @@ def called(rule: Rule, function: Function, arguments: Arguments, **more: Any) ->
 
 
 class DeltaRule:
-    """The gated delta rule, and Kimi delta attention. q, k (B, T, H, K), v (B, T, H, V).
-
-    S (B, H, K, V), A (B, H, K, K).
-    """
+    """The gated delta rule, and Kimi delta attention. q, k (B, T, H, K), v (B, T, H, V), S (B, H, K, V)."""
 
     positional = "query", "key", "value"
     dims: ClassVar[Mapping[str, int]] = {"query": 1, "key": 1, "value": 1, "g": 1, "beta": 1}
@@ -185,11 +182,10 @@ class Lightning:
 def lightning_attention(
     query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, *, block_tokens: int = 256, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``S_t = exp(-slope_h) S_{t-1} + k_t v_t^T``, ``o_t = S_t^T q_t`` in blocks of tokens.
+    """Compute ``S_t = exp(-slope_h) S_{t-1} + k_t v_t^T``, ``o_t = S_t^T q_t`` in blocks of tokens; out, final state.
 
-    Returns outputs in q's dtype, and the final state in float32 or wider.
-
-    q, k (B, H, T, K), v (B, H, T, V), slopes (H,). Source: Qin et al. 2024, "Lightning Attention-2", arXiv 2401.04658.
+    q, k (B, H, T, K), v (B, H, T, V), slopes (H,); the state in float32 or wider. Source: Qin et al. 2024,
+    "Lightning Attention-2", arXiv 2401.04658.
     """
     dtype = state_dtype(query.dtype)
     batch, heads, tokens, size = key.shape

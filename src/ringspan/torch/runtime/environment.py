@@ -11,11 +11,7 @@ _OF_ALL: Final = "MASTER_ADDR", "MASTER_PORT"
 
 
 def is_rank() -> bool:
-    """Return whether torchrun or an equivalent started this process as a rank.
-
-    Raises:
-        ConfigError: only some variables of a rank are set, or one is not a valid number.
-    """
+    """Return whether torchrun or an equivalent started this process as a rank; ConfigError for half a rank."""
     given = [name for name in _OF_A_RANK if os.environ.get(name)]
     if not given:
         return False

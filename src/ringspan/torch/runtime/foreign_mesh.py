@@ -23,11 +23,9 @@ _numbers: Final = itertools.count(1 << 30)  # of groups of one rank; no job has 
 def ring_mesh(mesh: Any) -> DeviceMesh:
     """Return a mesh with the axes of ``init_mesh``: this one, or one over the same ranks and groups.
 
-    The axes that torchtitan and accelerate name are recognised, in any order: ``dp_replicate`` is ``replicate``, ``cp``
-    or ``sp`` is ``ring``, ``tp`` is ``tp``. Any other axis must have one rank; it is left out.
-
-    Raises:
-        ConfigError: no DeviceMesh, axes that have no place here, or ranks that do not ascend along an axis; by name.
+    Known names, in any order: ``dp_replicate`` is ``replicate``, ``cp`` or ``sp`` is ``ring``, ``tp`` is ``tp``;
+    others must have one rank. ConfigError, by name, for no DeviceMesh, other axes, or ranks that do not ascend
+    along one.
     """
     names = _names(mesh)
     check_order(mesh)

@@ -17,10 +17,8 @@ _GPUS: Final = "/dev/nvidiactl", "/dev/kfd", "/dev/dxg"  # of NVIDIA, of AMD, an
 
 
 def serve_forks(*modules: str) -> bool:
-    """Start the process that ranks fork from, with these modules imported; return whether it exists.
-
-    It exists on Linux without CUDA, which does not survive a fork. It imports in parallel, so call this early.
-    """
+    """Start the process that ranks fork from, with these modules imported; return whether it exists."""
+    # On Linux without CUDA, which does not survive a fork. It imports in parallel, so call this early.
     if sys.platform != "linux" or _has_gpu():
         return False
     forkserver.set_forkserver_preload([*modules])

@@ -124,10 +124,7 @@ def launch(
 
 
 def join(folder: str | None = None, *, timeout: timedelta | None = None) -> None:
-    """Join torchrun's default process group, or ``launch``'s if a folder is given.
-
-    ``timeout`` is how long torchrun's ranks wait for each other; torch's default when None.
-    """
+    """Join torchrun's default process group, or ``launch``'s if a folder is given; ranks wait for ``timeout``."""
     device = local_device()
     backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
@@ -197,10 +194,8 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 @contextmanager
 def _forwarding(folder: Path) -> Iterator[None]:
-    """Forward stop signals to ranks, kill at a second SIGINT, and end late starters by a note.
-
-    After the ranks have ended, further signals are ignored: they could only change the exit code.
-    """
+    """Forward stop signals to ranks, kill at a second SIGINT, and end late starters by a note."""
+    # After the ranks have ended, further signals are ignored: they could only change the exit code.
     interrupted: list[float] = []
 
     def forward(number: int, frame: FrameType | None) -> None:

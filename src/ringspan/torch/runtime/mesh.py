@@ -78,11 +78,7 @@ def wait_for(mesh: DeviceMesh, seconds: float) -> None:
 
 
 def check_order(mesh: DeviceMesh) -> None:
-    """Raise for ranks that do not ascend along each axis: process groups sort them, so positions would be wrong.
-
-    Raises:
-        ConfigError: naming the axis and its ranks; on every rank.
-    """
+    """Raise ConfigError for ranks that do not ascend along each axis: groups sort them, positions would be wrong."""
     # What stands in for one, and one of a dry run, whose tensor of ranks is made up.
     if not isinstance(mesh, DeviceMesh) or (dist.is_initialized() and dist.get_backend() == "fake"):
         return
@@ -116,11 +112,7 @@ def text_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
 
 
 def split_world(world_size: int, ring: int | None, replicate: int, tp: int = 1) -> tuple[int, int]:
-    """Return (replicate, ring) with product ``world_size / tp``.
-
-    Raises:
-        ConfigError: no such pair exists; the message names the numbers.
-    """
+    """Return (replicate, ring) with product ``world_size / tp``; ConfigError, which names the numbers, if none."""
     others = replicate * tp
     if min(replicate, tp) < 1 or world_size % others or (ring is not None and others * ring != world_size):
         shown = f"replicate {replicate} x ring {'?' if ring is None else ring}" + (f" x tp {tp}" if tp != 1 else "")

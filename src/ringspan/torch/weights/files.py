@@ -46,11 +46,10 @@ class _Stored:
 
 
 class WeightFiles:
-    """The tensors of a folder, by name: of those files that transformers opens for a config.
+    """The tensors of a folder, by name, of the files that transformers opens for a config.
 
-    Raises:
-        ConfigError: there are none in safetensors; a file is missing, cut or damaged, or lacks what the index says it
-            has; by name. There is an adapter, unless ``adapter`` says that it is taken into account.
+    ConfigError, by name, if there are none in safetensors, a file is missing, cut or damaged or lacks what the
+    index says, or there is an adapter that ``adapter`` does not take into account.
     """
 
     def __init__(self, folder: Path, config: Any = None, *, variant: str | None = None, adapter: bool = False) -> None:
@@ -89,13 +88,9 @@ def folder_of(
     variant: str | None = None,
     more: Sequence[str] = (),
 ) -> Path:
-    """Return the local folder of a name: itself, or the Hub's cache, after downloading what will be opened.
+    """Return the local folder of a name, if need be after downloading what will be opened, and ``more``.
 
-    Files that match the patterns ``more`` are downloaded too.
-
-    Raises:
-        OSError, ValueError: it is not a folder, and the Hub does not have it.
-        ConfigError: an id whose weights are not in safetensors.
+    OSError or ValueError if neither folder nor Hub has it, ConfigError if its weights are not in safetensors.
     """
     if Path(name).is_dir():
         return Path(name, subfolder)

@@ -13,11 +13,7 @@ _NUMBERS: Final = 1 << 24  # at a time, of which torch may make a copy
 
 
 def refuse_not_finite(named: Iterable[tuple[str, Tensor]], *, masks: bool = True) -> None:
-    """Raise for NaN and infinity in materialised, unpacked weights; ``masks`` allows -inf in vectors (bias, sinks).
-
-    Raises:
-        ConfigError: naming the first.
-    """
+    """Raise ConfigError for NaN and infinity in unpacked weights; ``masks`` allows -inf in vectors (bias, sinks)."""
     for name, weight in named:
         if count := _num_not_finite(weight, masks=masks):
             raise ConfigError(

@@ -7,14 +7,8 @@ from ringspan.core.errors import ConfigError
 
 
 def check_loaded(where: str, found: Mapping[str, Any]) -> None:
-    """Raise for missing or mismatched weights, which transformers would draw at random.
-
-    ``found`` is the loading info of ``from_pretrained(..., ignore_mismatched_sizes=True, output_loading_info=True)``,
-    ``where`` how the user calls the model.
-
-    Raises:
-        ConfigError: weights of another shape, or missing ones.
-    """
+    """Raise ConfigError for missing or mismatched weights, which transformers would draw at random."""
+    # ``found``: the loading info of ``from_pretrained(..., ignore_mismatched_sizes=True)``; ``where``: the user's call.
     remedy = "use the config.json that belongs to the weights"
     if found["mismatched_keys"]:
         name, here, wanted = min(found["mismatched_keys"])

@@ -46,14 +46,9 @@ def unread_model(
 ) -> tuple[PreTrainedModel, set[str]]:
     """Return a folder's model with deferred parameters, and the names in its files that it has no place for.
 
-    Adapters may be added; ``put_on_mesh`` reads each rank's part.
-
-    Renamed, merged and split weights, tied ones, dtypes and what the files need not have are transformers' own doing,
-    with deferred tensors. Buffers have their values.
-
-    Raises:
-        ConfigError: weights are missing or have another shape, or transformers cannot build the model from them;
-            ``where`` is how the user calls it.
+    Adapters may be added; ``put_on_mesh`` reads each rank's part. Renamed, merged, split and tied weights and
+    dtypes are transformers' own doing. ConfigError, with ``where`` the user's call, for missing or misshapen
+    weights, or another model.
     """
     try:
         with torch.device("meta"):
@@ -162,12 +157,8 @@ def sources_in(model: nn.Module) -> dict[str, Deferred]:
 
 @contextmanager
 def filled(*modules: nn.Module, recurse: bool = True, first_rows: bool = False, zeros: bool = False) -> Iterator[None]:
-    """Fill modules' unread parameters for a trial while active.
-
-    ``recurse``: submodules too. ``first_rows``: embeddings repeat their first row, without the others' memory.
-    ``zeros``:
-    zeroes, without memory.
-    """
+    """Fill modules' unread parameters for a trial while active."""
+    # ``recurse``: submodules too; ``first_rows``: embeddings repeat their first row; ``zeros``: all without memory.
     before: list[tuple[nn.Module, str, nn.Parameter]] = []
     values: dict[int, nn.Parameter] = {}
     try:
@@ -192,10 +183,8 @@ def filled(*modules: nn.Module, recurse: bool = True, first_rows: bool = False, 
 
 @torch.no_grad()
 def fill_shards(model: nn.Module, sources: dict[str, Deferred]) -> Exception | None:
-    """Fill split meta parameters, one by one; return the read error, if any. All ranks call it.
-
-    The first rank with a part reads it for the others; one that cannot read continues, so that no rank waits for it.
-    """
+    """Fill split meta parameters, one by one; return the read error, if any. All ranks call it."""
+    # The first rank with a part reads it for the others; one that cannot read continues, so that no rank waits for it.
     if not sources:
         return None
     parameters = dict(model.named_parameters())

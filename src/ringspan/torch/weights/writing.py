@@ -29,11 +29,7 @@ _NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class WeightsPlan:
-    """Assignment of tensors to files of at most ``max_shard_size`` bytes, except for larger tensors.
-
-    Raises:
-        ConfigError: no such size.
-    """
+    """Assignment of tensors to files of at most ``max_shard_size`` bytes, except for larger tensors."""
 
     def __init__(self, tensors: Mapping[str, Deferred], max_shard_size: int | str, variant: str | None = None) -> None:
         self._tensors = tensors
@@ -63,11 +59,7 @@ class WeightsPlan:
         return self._replaced.fullmatch(name) is not None
 
     def write(self, name: str, folder: Path | None) -> None:
-        """Write a file to disk; None only makes the tensors, jointly with the writer.
-
-        Raises:
-            OSError: it cannot be written; what makes the tensors has been gone through nevertheless.
-        """
+        """Write a file, None only makes its tensors with the writer; an OSError comes after all have been made."""
         # Wide numbers first, so that each begins where its width divides the address, as safetensors has them.
         names = sorted(self._split.filename_to_tensors[name], key=lambda each: -self._tensors[each].dtype.itemsize)
         chosen = {each: self._tensors[each] for each in names}

@@ -1,4 +1,4 @@
-"""Cache of keys and values for transformers' ``generate``, split over a ring; states are whole on each rank.
+"""Cache for transformers' ``generate``: keys and values split over a ring, states whole on each rank.
 
 To transformers it is as long as all shares together; ``update`` returns this rank's share, as ring attention expects.
 """
@@ -22,10 +22,9 @@ from ringspan.torch.layers.decoder import LayerKind
 
 
 class RingCache(Cache):
-    """Keys and values of a sequence, split over the ranks of a ring; made by ``model.new_cache()``.
+    """Keys and values of a sequence, split over a ring's ranks; made by ``model.new_cache()`` on each of them.
 
-    Pass it to ``generate`` as ``past_key_values`` to continue the last call. Every rank has one and makes the same
-    calls with it.
+    Pass it to ``generate`` as ``past_key_values`` to continue the last call.
     """
 
     layers: list[Any]
@@ -63,10 +62,7 @@ class RingCache(Cache):
 
     @property
     def shifts(self) -> Tensor:
-        """Return each token's excess of position over its number of tokens (B, L), in CPU memory.
-
-        It is 0 without images, whose many tokens take few positions (M-RoPE).
-        """
+        """Return each token's excess of position over its number (B, L), on the CPU; 0 without images (M-RoPE)."""
         return self._ids.tensor[:, 0, :, 1]
 
     def last_shifts(self, rows: int) -> Tensor:
@@ -105,11 +101,7 @@ class RingCache(Cache):
         ]
 
     def read_by(self, reader: Reader) -> None:
-        """Register the reader of the next tokens.
-
-        Raises:
-            UnsupportedError: it is not the model that read the content, or has other weights or adapters.
-        """
+        """Register the reader of the next tokens; UnsupportedError for another model, weights or adapters."""
         before = self.reader
         if self.shares.length and reader != before:
             remedy = "read the text again into model.new_cache()"
@@ -147,10 +139,8 @@ class RingCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """Return for each layer, as transformers' masks ask, True if it has a state and no keys.
-
-        All are False in a model with only such layers: ``generate`` would reread the cached text.
-        """
+        """Return for each layer, as transformers' masks ask, True if it has a state and no keys."""
+        # All are False in a model with only such layers: ``generate`` would reread the cached text.
         linear = [isinstance(layer, StateLayer) and not isinstance(layer, RingLayer) for layer in self.layers]
         return [False] * len(linear) if all(linear) else linear
 
@@ -258,11 +248,7 @@ class RingLayer(CacheLayerMixin):
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Keep this rank's part of the new tokens; return its whole share.
-
-        Raises:
-            UnsupportedError: called outside a forward pass of the cache's model.
-        """
+        """Keep this rank's part of the new tokens; return its whole share. UnsupportedError outside a forward pass."""
         turn = current_turn()
         if turn is None:
             raise UnsupportedError("a RingCache is for the model on the ring that made it; give others their own cache")

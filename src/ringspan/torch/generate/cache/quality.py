@@ -35,11 +35,7 @@ class CacheCost(NamedTuple):
 
 @torch.no_grad()
 def cache_cost(model: Any, ids: Tensor, dtype: str, scored: int) -> CacheCost:
-    """Read all but the last ``scored`` + 1 tokens of ids (B, L) into both caches, and score the last over each.
-
-    Raises:
-        UnsupportedError: no token precedes the scored ones; on every rank.
-    """
+    """Read all but the last ``scored`` + 1 tokens of ids (B, L) into both caches, and score the last over each."""
     if ids.ndim != 2 or not 1 <= scored <= ids.shape[1] - 2:
         raise UnsupportedError(f"scored={scored} of {tuple(ids.shape)} tokens: at least one must be read, one scored")
     losses: list[float] = []

@@ -1,8 +1,6 @@
-"""Saved caches: each rank's share as safetensors and a signed manifest, loadable onto any number of ranks.
+"""Saved caches: each rank's share as safetensors and a signed manifest, loadable onto any number of ranks."""
 
-A save writes ``NAME.tmp-new`` and renames it when all ranks have written. B batch, G key/value heads of a rank, M
-tokens of a rank, D head size, L tokens of the whole sequence.
-"""
+# B batch, G key/value heads of a rank, M tokens of a rank, D head size, L tokens of the whole sequence.
 
 import hashlib
 import shutil
@@ -120,11 +118,7 @@ def save(model: Any, cache: Any, folder: str | Path) -> None:
 
 
 def load(model: Any, folder: str | Path, cache: RingCache) -> RingCache:
-    """Fill an empty cache from a saved one; each rank reads its own part.
-
-    Raises:
-        CheckpointError: a file is missing, damaged or cut, or the cache is another model's; on every rank.
-    """
+    """Fill an empty cache from a saved one, each rank its own part; CheckpointError on all if another model's."""
     source = Path(folder)
     manifests: list[SavedCache] = []
     _vote(model, "load_cache", source, lambda: _check(model, source, manifests))

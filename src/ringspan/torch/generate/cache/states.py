@@ -1,7 +1,4 @@
-"""Cached states and convolutions, whole on every rank since they do not grow.
-
-B batch, C channels, T local tokens, K taps of a convolution.
-"""
+"""Cached states and convolutions, whole on every rank. B batch, C channels, T local tokens, K taps."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,7 +16,7 @@ from ringspan.torch.recurrence.current import current_pass
 class StateLayer(LinearAttentionLayer):
     """Convolutions' last inputs and states of a layer, the same on every rank of a ring.
 
-    A single new token is left to transformers on every rank. Of several, each rank computes its own and exchanges the
+    A single new token is left to transformers on every rank. Of several, each rank computes its own and exchanges
     edges.
     """
 
@@ -37,11 +34,7 @@ class StateLayer(LinearAttentionLayer):
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
     ) -> Tensor:
-        """Keep the last inputs of all new tokens, given this rank's (B, C, T); return them for the convolution.
-
-        Raises:
-            UnsupportedError: called outside a forward pass of the cache's model.
-        """
+        """Keep the last inputs of all new tokens, given this rank's (B, C, T); return them for the convolution."""
         turn, sequences = current_turn(), current_pass()
         if turn is None or sequences is None or sequences.before is None:
             raise UnsupportedError("a RingCache is for the model on the ring that made it; give others their own cache")
