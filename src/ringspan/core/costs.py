@@ -28,7 +28,6 @@ class LayerSizes:
 def norm_bytes(size: int, number_bytes: int, *, is_rms: bool = True, in_chunks: bool = False) -> int:
     """Return the bytes that a norm over ``size`` numbers saves, its result for the next product included."""
     # Below float32, transformers' RMS norm keeps a float32 copy of its input, unless it runs in chunks.
-    # Below float32, transformers' RMS norm keeps a float32 copy of its input, unless it runs in chunks.
     if not is_rms:
         return 2 * number_bytes * size + 2 * _FLOAT32
     return 2 * number_bytes * size + (0 if in_chunks else _FLOAT32 * size + _FLOAT32)
@@ -110,8 +109,6 @@ def loss_bytes(
 
 def training_flops(weights: float, tokens: float, query_pairs: float) -> float:
     """Return the FLOPs of a training step: ``6 weights tokens + 12 query_pairs``, whatever is computed again."""
-    # 2 FLOPs once in forward, twice in backward, per weight and per score and value of each allowed pair:
-    # ``query_pairs`` are pairs x numbers in a token's query heads, of all layers.
     # 2 FLOPs once in forward, twice in backward, per weight and per score and value of each allowed pair:
     # ``query_pairs`` are pairs x numbers in a token's query heads, of all layers.
     return 6.0 * weights * tokens + 12.0 * query_pairs

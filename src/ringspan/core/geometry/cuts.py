@@ -38,7 +38,6 @@ def cut_by_work(
 ) -> Cut:
     """Cut two chunks per rank, an early one (little work) and a late one (much), that sum to the wanted work."""
     # One chunk if that costs at most ``above`` more, as under a window.
-    # One chunk if that costs at most ``above`` more, as under a window.
     in_order = cut_in_order(some, stretch, ranks, counts)
     if (in_order.pairs - wanted).max() <= above:
         return in_order

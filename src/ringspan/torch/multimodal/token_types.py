@@ -16,7 +16,6 @@ Blocks = tuple[tuple[int, int], ...]
 def blocks_of(kind: Kind, media: Media, lengths: Tensor | None) -> list[Blocks] | None:
     """Return the blocks [start, stop) of each sequence whose tokens see each other both ways, None if without."""
     # ``media`` and ``lengths`` (B, most documents) are the whole batch's; a block ends with its document.
-    # ``media`` and ``lengths`` (B, most documents) are the whole batch's; a block ends with its document.
     if kind.blocks is None or kind.blocks not in media.inputs:
         return None
     inside = media.inputs[kind.blocks].cpu() == kind.block_type
