@@ -17,6 +17,20 @@ from ringspan.gpu.tiles import LN_2, LOG2_E, scores, segments, tile_at
 
 
 @triton.jit
+def _load(pointer, at, stride, local, column, is_row, size):
+    """Load rows of a head, padded with 0: (rows, numbers)."""
+    there = is_row[:, None] & (column < size)[None, :]
+    return tl.load(pointer + at * stride + local[:, None] * stride + column[None, :], mask=there, other=0.0)
+
+
+@triton.jit
+def _load_transposed(pointer, at, stride, local, column, is_row, size):
+    """Load rows of a head, padded with 0: (numbers, rows)."""
+    there = is_row[None, :] & (column < size)[:, None]
+    return tl.load(pointer + at * stride + local[None, :] * stride + column[:, None], mask=there, other=0.0)
+
+
+@triton.jit
 def _see(
     acc, top, total, q, k, v, k_t, v_t, row, rows_in, position, key_positions, slope, scale, softcap, k0, lo, hi,
     start, stop, last, size, value_size,
@@ -30,10 +44,7 @@ def _see(
         is_key = key < last
         at = (k0 + first).to(tl.int64)
         local = tl.arange(0, KEYS)
-        keys = tl.load(
-            k + at * k_t + local[None, :] * k_t + column[:, None],
-            mask=is_key[None, :] & (column < size)[:, None], other=0.0,
-        )  # fmt: skip
+        keys = _load_transposed(k, at, k_t, local, column, is_key, size)
         key_position = 0
         if HAS_SLOPES:
             key_position = tl.load(key_positions + k0 + key, mask=is_key, other=0)[None, :]
@@ -48,10 +59,7 @@ def _see(
         base = tl.where(new_top == -float("inf"), 0.0, new_top)
         kept = tl.exp2(top - base)
         p = tl.exp2(s - base[:, None])
-        values = tl.load(
-            v + at * v_t + local[:, None] * v_t + value_column[None, :],
-            mask=is_key[:, None] & (value_column < value_size)[None, :], other=0.0,
-        )  # fmt: skip
+        values = _load(v, at, v_t, local, value_column, is_key, value_size)
         acc = tl.dot(p.to(values.dtype), values, acc * kept[:, None], input_precision=PRECISION)
         total = total * kept + tl.sum(p, 1)
         top = new_top
@@ -78,10 +86,7 @@ def forward(
     is_row = row < rows
     at, head64, kv_head = row0.to(tl.int64), head.to(tl.int64), (head // group).to(tl.int64)
     is_out = is_row[:, None] & (value_column < value_size)[None, :]
-    queries = tl.load(
-        q + batch * q_b + head64 * q_h + at * q_t + local[:, None] * q_t + column[None, :],
-        mask=is_row[:, None] & (column < size)[None, :], other=0.0,
-    )  # fmt: skip
+    queries = _load(q + batch * q_b + head64 * q_h, at, q_t, local, column, is_row, size)
     out_at = batch * out_b + head64 * out_h + at * out_t + local[:, None] * out_t + value_column[None, :]
     lse_at = batch * lse_b + head64 * lse_h + at * lse_t + local * lse_t
     before = tl.load(old_lse + lse_at, mask=is_row, other=-float("inf"))
@@ -96,23 +101,14 @@ def forward(
     v += batch * v_b + kv_head * v_h
     for number in range(entry, last_entry):
         q0, q1, k0, k1, lo, hi = tile_at(tiles, tl.load(which + number))
-        start, a, b, stop = segments(row0, q0, q1, k0, k1, lo, hi, ROWS, KEYS)
+        bounds = segments(row0, q0, q1, k0, k1, lo, hi, ROWS, KEYS)
         rows_in = (row >= q0) & (row < q1)
-        acc, top, total = _see(
-            acc, top, total, queries, k, v, k_t, v_t, row - q0, rows_in, position, key_positions, slope, scale,
-            softcap, k0, lo, hi, start, a, k1 - k0, size, value_size,
-            KEYS, SIZE, VALUE_SIZE, True, HAS_CAP, HAS_SLOPES, PRECISION,
-        )  # fmt: skip
-        acc, top, total = _see(
-            acc, top, total, queries, k, v, k_t, v_t, row - q0, rows_in, position, key_positions, slope, scale,
-            softcap, k0, lo, hi, a, b, k1 - k0, size, value_size,
-            KEYS, SIZE, VALUE_SIZE, False, HAS_CAP, HAS_SLOPES, PRECISION,
-        )  # fmt: skip
-        acc, top, total = _see(
-            acc, top, total, queries, k, v, k_t, v_t, row - q0, rows_in, position, key_positions, slope, scale,
-            softcap, k0, lo, hi, b, stop, k1 - k0, size, value_size,
-            KEYS, SIZE, VALUE_SIZE, True, HAS_CAP, HAS_SLOPES, PRECISION,
-        )  # fmt: skip
+        for part in tl.static_range(3):
+            acc, top, total = _see(
+                acc, top, total, queries, k, v, k_t, v_t, row - q0, rows_in, position, key_positions, slope, scale,
+                softcap, k0, lo, hi, bounds[part], bounds[part + 1], k1 - k0, size, value_size,
+                KEYS, SIZE, VALUE_SIZE, part != 1, HAS_CAP, HAS_SLOPES, PRECISION,
+            )  # fmt: skip
     has_seen = total > 0.0
     divisor = tl.where(has_seen, total, 1.0)
     new_lse = tl.where(has_seen, (top + tl.log2(divisor)) * LN_2, -float("inf"))
@@ -134,14 +130,8 @@ def _pull(
         key = first + local
         is_key = key < last
         at = (k0 + first).to(tl.int64)
-        keys = tl.load(
-            k + at * k_t + local[None, :] * k_t + column[:, None],
-            mask=is_key[None, :] & (column < size)[:, None], other=0.0,
-        )  # fmt: skip
-        values = tl.load(
-            v + at * v_t + local[None, :] * v_t + value_column[:, None],
-            mask=is_key[None, :] & (value_column < value_size)[:, None], other=0.0,
-        )  # fmt: skip
+        keys = _load_transposed(k, at, k_t, local, column, is_key, size)
+        values = _load_transposed(v, at, v_t, local, value_column, is_key, value_size)
         key_position = 0
         if HAS_SLOPES:
             key_position = tl.load(key_positions + k0 + key, mask=is_key, other=0)[None, :]
@@ -181,22 +171,14 @@ def backward_queries(
     row = row0 + local
     is_row = row < rows
     at, head64, kv_head = row0.to(tl.int64), head.to(tl.int64), (head // group).to(tl.int64)
-    is_q, is_out = is_row[:, None] & (column < size)[None, :], is_row[:, None] & (value_column < value_size)[None, :]
-    queries = tl.load(
-        q + batch * q_b + head64 * q_h + at * q_t + local[:, None] * q_t + column[None, :], mask=is_q, other=0.0
-    )
-    douts = tl.load(
-        dout + batch * dout_b + head64 * dout_h + at * dout_t + local[:, None] * dout_t + value_column[None, :],
-        mask=is_out, other=0.0,
-    )  # fmt: skip
+    is_q = is_row[:, None] & (column < size)[None, :]
+    queries = _load(q + batch * q_b + head64 * q_h, at, q_t, local, column, is_row, size)
+    douts = _load(dout + batch * dout_b + head64 * dout_h, at, dout_t, local, value_column, is_row, value_size)
     delta_at += tl.program_id(1).to(tl.int64) * rows + row
     if HAS_DELTA:
         delta = tl.load(delta_at, mask=is_row, other=0.0)
     else:
-        outs = tl.load(
-            out + batch * out_b + head64 * out_h + at * out_t + local[:, None] * out_t + value_column[None, :],
-            mask=is_out, other=0.0,
-        )  # fmt: skip
+        outs = _load(out + batch * out_b + head64 * out_h, at, out_t, local, value_column, is_row, value_size)
         delta = tl.sum(douts.to(tl.float32) * outs.to(tl.float32), 1)
         tl.store(delta_at, delta, mask=is_row)
     row_lse = tl.load(lse + batch * lse_b + head64 * lse_h + at * lse_t + local * lse_t, mask=is_row, other=0.0)
@@ -210,23 +192,14 @@ def backward_queries(
     acc = tl.zeros((ROWS, SIZE), tl.float32)
     for number in range(entry, last_entry):
         q0, q1, k0, k1, lo, hi = tile_at(tiles, tl.load(which + number))
-        start, a, b, stop = segments(row0, q0, q1, k0, k1, lo, hi, ROWS, KEYS)
+        bounds = segments(row0, q0, q1, k0, k1, lo, hi, ROWS, KEYS)
         rows_in = (row >= q0) & (row < q1)
-        acc = _pull(
-            acc, queries, douts, lse2, delta, k, v, k_t, v_t, row - q0, rows_in, position, key_positions, slope,
-            scale, softcap, k0, lo, hi, start, a, k1 - k0, size, value_size,
-            KEYS, SIZE, VALUE_SIZE, True, HAS_CAP, HAS_SLOPES, PRECISION,
-        )  # fmt: skip
-        acc = _pull(
-            acc, queries, douts, lse2, delta, k, v, k_t, v_t, row - q0, rows_in, position, key_positions, slope,
-            scale, softcap, k0, lo, hi, a, b, k1 - k0, size, value_size,
-            KEYS, SIZE, VALUE_SIZE, False, HAS_CAP, HAS_SLOPES, PRECISION,
-        )  # fmt: skip
-        acc = _pull(
-            acc, queries, douts, lse2, delta, k, v, k_t, v_t, row - q0, rows_in, position, key_positions, slope,
-            scale, softcap, k0, lo, hi, b, stop, k1 - k0, size, value_size,
-            KEYS, SIZE, VALUE_SIZE, True, HAS_CAP, HAS_SLOPES, PRECISION,
-        )  # fmt: skip
+        for part in tl.static_range(3):
+            acc = _pull(
+                acc, queries, douts, lse2, delta, k, v, k_t, v_t, row - q0, rows_in, position, key_positions, slope,
+                scale, softcap, k0, lo, hi, bounds[part], bounds[part + 1], k1 - k0, size, value_size,
+                KEYS, SIZE, VALUE_SIZE, part != 1, HAS_CAP, HAS_SLOPES, PRECISION,
+            )  # fmt: skip
     dq_at = batch * dq_b + head64 * dq_h + at * dq_t + local[:, None] * dq_t + column[None, :]
     tl.store(dq + dq_at, tl.load(old_dq + dq_at, mask=is_q, other=0.0) + acc * scale, mask=is_q)
 
@@ -244,14 +217,8 @@ def _push(
         row = first + local
         is_row = row < last
         at = (q0 + first).to(tl.int64)
-        queries = tl.load(
-            q + at * q_t + local[None, :] * q_t + column[:, None],
-            mask=is_row[None, :] & (column < size)[:, None], other=0.0,
-        )  # fmt: skip
-        douts = tl.load(
-            dout + at * dout_t + local[:, None] * dout_t + value_column[None, :],
-            mask=is_row[:, None] & (value_column < value_size)[None, :], other=0.0,
-        )  # fmt: skip
+        queries = _load_transposed(q, at, q_t, local, column, is_row, size)
+        douts = _load(dout, at, dout_t, local, value_column, is_row, value_size)
         row_lse = tl.load(lse + at * lse_t + local * lse_t, mask=is_row, other=0.0)
         lse2 = tl.where(row_lse == -float("inf"), float("inf"), row_lse * LOG2_E)
         deltas = tl.load(delta + at + local, mask=is_row, other=0.0)
@@ -296,13 +263,8 @@ def backward_keys(
     is_key = key < num_keys
     at, kv_head64 = key_start.to(tl.int64), kv_head.to(tl.int64)
     is_k, is_v = is_key[:, None] & (column < size)[None, :], is_key[:, None] & (value_column < value_size)[None, :]
-    keys = tl.load(
-        k + batch * k_b + kv_head64 * k_h + at * k_t + local[:, None] * k_t + column[None, :], mask=is_k, other=0.0
-    )
-    values = tl.load(
-        v + batch * v_b + kv_head64 * v_h + at * v_t + local[:, None] * v_t + value_column[None, :],
-        mask=is_v, other=0.0,
-    )  # fmt: skip
+    keys = _load(k + batch * k_b + kv_head64 * k_h, at, k_t, local, column, is_key, size)
+    values = _load(v + batch * v_b + kv_head64 * v_h, at, v_t, local, value_column, is_key, value_size)
     dk_sum, dv_sum = tl.zeros((KEYS, SIZE), tl.float32), tl.zeros((KEYS, VALUE_SIZE), tl.float32)
     key_position = 0
     if HAS_SLOPES:
@@ -317,23 +279,15 @@ def backward_keys(
             slope = tl.load(slopes + head)
         for number in range(entry, last_entry):
             q0, q1, k0, k1, lo, hi = tile_at(tiles, tl.load(which + number))
-            start, a, b, stop = segments(key_start, k0, k1, q0, q1, -hi, -lo, KEYS, ROWS)
+            bounds = segments(key_start, k0, k1, q0, q1, -hi, -lo, KEYS, ROWS)
             keys_in = (key >= k0) & (key < k1)
-            dk_sum, dv_sum = _push(
-                dk_sum, dv_sum, keys, values, q_head, dout_head, lse_head, delta_head, q_t, dout_t, lse_t, key - k0,
-                keys_in, query_positions, key_position, slope, scale, softcap, q0, lo, hi, start, a, q1 - q0, size,
-                value_size, ROWS, SIZE, VALUE_SIZE, True, HAS_CAP, HAS_SLOPES, PRECISION,
-            )  # fmt: skip
-            dk_sum, dv_sum = _push(
-                dk_sum, dv_sum, keys, values, q_head, dout_head, lse_head, delta_head, q_t, dout_t, lse_t, key - k0,
-                keys_in, query_positions, key_position, slope, scale, softcap, q0, lo, hi, a, b, q1 - q0, size,
-                value_size, ROWS, SIZE, VALUE_SIZE, False, HAS_CAP, HAS_SLOPES, PRECISION,
-            )  # fmt: skip
-            dk_sum, dv_sum = _push(
-                dk_sum, dv_sum, keys, values, q_head, dout_head, lse_head, delta_head, q_t, dout_t, lse_t, key - k0,
-                keys_in, query_positions, key_position, slope, scale, softcap, q0, lo, hi, b, stop, q1 - q0, size,
-                value_size, ROWS, SIZE, VALUE_SIZE, True, HAS_CAP, HAS_SLOPES, PRECISION,
-            )  # fmt: skip
+            for part in tl.static_range(3):
+                dk_sum, dv_sum = _push(
+                    dk_sum, dv_sum, keys, values, q_head, dout_head, lse_head, delta_head, q_t, dout_t, lse_t,
+                    key - k0, keys_in, query_positions, key_position, slope, scale, softcap, q0, lo, hi, bounds[part],
+                    bounds[part + 1], q1 - q0, size, value_size,
+                    ROWS, SIZE, VALUE_SIZE, part != 1, HAS_CAP, HAS_SLOPES, PRECISION,
+                )  # fmt: skip
     dk_at = batch * dk_b + kv_head64 * dk_h + at * dk_t + local[:, None] * dk_t + column[None, :]
     dv_at = batch * dv_b + kv_head64 * dv_h + at * dv_t + local[:, None] * dv_t + value_column[None, :]
     tl.store(dk + dk_at, tl.load(old_dk + dk_at, mask=is_k, other=0.0) + dk_sum * scale, mask=is_k)

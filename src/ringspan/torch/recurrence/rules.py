@@ -4,8 +4,9 @@ A rule wraps transformers' own function, or a kernel of flash-linear-attention o
 batch, T tokens, H heads, K key size, V value size, C channels, N state size.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,40 +16,30 @@ Function = Callable[..., Any]
 Arguments = Mapping[str, Any]
 
 
-class Rule(Protocol):
-    """One kind of layer; ``dims`` has the token dimension of each argument with one, after the batch."""
+class Rule(ABC):
+    """One kind of layer: tokens map its state affinely."""
 
-    @property
-    def positional(self) -> tuple[str, ...]:
-        """Return arguments with other names in kernels."""
-        ...
-
+    positional: ClassVar[tuple[str, ...]]
+    """Arguments with other names in kernels."""
     dims: ClassVar[Mapping[str, int]]
+    """The token dimension of each argument with one, after the batch."""
+    out_dim: ClassVar[int]
+    states: ClassVar[tuple[str, ...]]
+    """Arguments that request states."""
+    is_matrix: ClassVar[bool]
+    """True if A is a matrix, applied from the left, False if factors of S's entries."""
 
-    @property
-    def out_dim(self) -> int:
-        """Return the outputs' token dimension."""
-        ...
-
-    @property
-    def states(self) -> tuple[str, ...]:
-        """Return arguments that request states."""
-        ...
-
-    @property
-    def is_matrix(self) -> bool:
-        """Return whether A is a matrix, applied from the left, rather than factors of S's entries."""
-        ...
-
+    @abstractmethod
     def run(self, function: Function, arguments: Arguments, state: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return outputs and final state, given the initial one."""
-        ...
 
-    def map_of(self, function: Function, arguments: Arguments) -> tuple[Tensor, Tensor]: ...
+    @abstractmethod
+    def map_of(self, function: Function, arguments: Arguments) -> tuple[Tensor, Tensor]:
+        """Return A and B."""
 
+    @abstractmethod
     def shapes(self, arguments: Arguments) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Return the shapes of A and B."""
-        ...
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -62,7 +53,7 @@ def called(rule: Rule, function: Function, arguments: Arguments, **more: Any) ->
     return function(*first, **{name: x for name, x in arguments.items() if name not in rule.positional}, **more)
 
 
-class DeltaRule:
+class DeltaRule(Rule):
     """The gated delta rule, and Kimi delta attention. q, k (B, T, H, K), v (B, T, H, V), S (B, H, K, V)."""
 
     positional = "query", "key", "value"
@@ -90,7 +81,7 @@ class DeltaRule:
         return (batch, heads, size, size), (batch, heads, size, width)
 
 
-class StateSpaceDual:
+class StateSpaceDual(Rule):
     """Mamba-2. x (B, T, H, V), B and C (B, T, G, N); S (B, H, V, N), A (B, H, 1, 1)."""
 
     positional = "hidden_states", "dt", "A", "B", "C", "chunk_size"
@@ -114,7 +105,7 @@ class StateSpaceDual:
         return (batch, heads, 1, 1), (batch, heads, size, states)
 
 
-class SelectiveScan:
+class SelectiveScan(Rule):
     """Mamba. x and dt (B, C, T), B and C (B, N, T), A (C, N); S and A of a span (B, C, N).
 
     Kernels begin with a state of zero, so what another one contributes, ``C_t exp(A (dt_1 + ... + dt_t)) S``, is added.
@@ -157,7 +148,7 @@ class SelectiveScan:
         return steps.to(dtype).cumsum(2)
 
 
-class Lightning:
+class Lightning(Rule):
     """``lightning_attention``. q, k (B, H, T, K), v (B, H, T, V); S (B, H, K, V), A (1, H, 1, 1)."""
 
     positional = "query", "key", "value", "slopes"

@@ -3,7 +3,7 @@
 To transformers it is as long as all shares together; ``update`` returns this rank's share, as ring attention expects.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
@@ -17,7 +17,7 @@ from ringspan.torch.attention.cached import current_turn
 from ringspan.torch.generate.cache.identity import Reader
 from ringspan.torch.generate.cache.quantised import check_dtype, new_rows
 from ringspan.torch.generate.cache.rows import Rows
-from ringspan.torch.generate.cache.states import StateLayer
+from ringspan.torch.generate.cache.states import Rearranged, StateLayer
 from ringspan.torch.layers.decoder import LayerKind
 
 
@@ -219,7 +219,7 @@ def _layer(cache: RingCache, kind: LayerKind | None, states: int) -> Any:
     return StateLayer(states) if kind is None else RingStateLayer(cache, kind, states)
 
 
-class RingLayer(CacheLayerMixin):
+class RingLayer(Rearranged, CacheLayerMixin):
     """One rank's keys and values of one layer; without a kind, it keeps none."""
 
     is_croppable = True
@@ -319,15 +319,6 @@ class RingLayer(CacheLayerMixin):
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.2x
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._change(lambda x: x.index_select(0, beam_idx.to(x.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._change(lambda x: x.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._change(lambda x: x[indices.to(x.device)])
-
     def crop(self, tokens_to_remove: int) -> None:
         """Raise UnsupportedError: the cache crops its layers together."""
         raise UnsupportedError("layers of a RingCache are cropped together; call crop of the cache")
@@ -336,7 +327,7 @@ class RingLayer(CacheLayerMixin):
         """Raise UnsupportedError: a larger ring holds more."""
         raise UnsupportedError("a RingCache is not offloaded; use a larger ring, or model.new_cache('int8')")
 
-    def _change(self, function: Any) -> None:
+    def change(self, function: Callable[[Tensor], Tensor]) -> None:
         for rows in self.rows:
             rows.change(function)
         self._cut(0, 0)
@@ -356,17 +347,9 @@ class RingStateLayer(StateLayer, RingLayer):
     def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
         (RingLayer if args else StateLayer).lazy_initialization(self, *args, **kwargs)
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        RingLayer.reorder_cache(self, beam_idx)
-        StateLayer.reorder_cache(self, beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        RingLayer.batch_repeat_interleave(self, repeats)
-        StateLayer.batch_repeat_interleave(self, repeats)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        RingLayer.batch_select_indices(self, indices)
-        StateLayer.batch_select_indices(self, indices)
+    def change(self, function: Callable[[Tensor], Tensor]) -> None:
+        RingLayer.change(self, function)
+        StateLayer.change(self, function)
 
     def get_max_length(self) -> int:
         return RingLayer.get_max_length(self)

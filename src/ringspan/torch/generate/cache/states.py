@@ -13,7 +13,24 @@ from ringspan.torch.attention.cached import Turn, current_turn
 from ringspan.torch.recurrence.current import current_pass
 
 
-class StateLayer(LinearAttentionLayer):
+class Rearranged:
+    """Layer whose sequences transformers reorders, repeats and selects."""
+
+    def change(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Apply a function of dimension 0 to all that is held."""
+        raise NotImplementedError
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self.change(lambda x: x.index_select(0, beam_idx.to(x.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.change(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.change(lambda x: x[indices.to(x.device)])
+
+
+class StateLayer(Rearranged, LinearAttentionLayer):
     """Convolutions' last inputs and states of a layer, the same on every rank of a ring.
 
     A single new token is left to transformers on every rank. Of several, each rank computes its own and exchanges
@@ -54,16 +71,7 @@ class StateLayer(LinearAttentionLayer):
     def reset(self) -> None:
         LinearAttentionLayer.__init__(self, self.number_of_states)
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self._change_states(lambda x: x.index_select(0, beam_idx.to(x.device)))
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self._change_states(lambda x: x.repeat_interleave(repeats, dim=0))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self._change_states(lambda x: x[indices.to(x.device)])
-
-    def _change_states(self, function: Callable[[Tensor], Tensor]) -> None:
+    def change(self, function: Callable[[Tensor], Tensor]) -> None:
         for held in (self.conv_states, self.recurrent_states):
             held.update({index: function(x) for index, x in held.items() if x is not None})
 
