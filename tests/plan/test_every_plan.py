@@ -50,7 +50,7 @@ def check_text(plan, result, monkeypatch, capsys):
     show(plan, result, shown_mesh(result))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith(f"fits: {'yes' if result['fits'] else 'no'}, ")
-    assert lines[1].startswith("longest sequence that fits: ")
+    assert lines[1].startswith("a step: ") and lines[2].startswith("longest sequence that fits: ")
     assert [line for line in lines if len(line) > 80] == []
     facts = lines[lines.index("how to run it") : lines.index("why")]
     assert [line for line in facts if re.match(" {5}", line)] == [], "a value goes on below itself"

@@ -13,7 +13,6 @@ MOST_RANKS: Final = 1024
 
 def refuse_under_torchrun(**options: Any) -> None:
     """Raise ConfigError for options on how to start processes (not None) if torchrun has started them."""
-
     for name, given in options.items():
         if given is not None:
             option = "--" + name.replace("_", "-")
@@ -52,7 +51,6 @@ def check_memory(what: str, num_bytes: int) -> None:
 
 def ring_sizes(option: str, text: str, example: str) -> tuple[int, ...]:
     """Parse the ring sizes; raise ConfigError for one that is no number or no size of a ring."""
-
     words = text.split(",")
     if not all(word.strip().isdecimal() and 1 <= int(word) <= MOST_RANKS for word in words):
         raise ConfigError(f"{option} {text!r}: write numbers from 1 to {MOST_RANKS:,} with commas, such as {example}")
@@ -61,7 +59,6 @@ def ring_sizes(option: str, text: str, example: str) -> tuple[int, ...]:
 
 def check_picture(picture: Path, *endings: str) -> None:
     """Raise ConfigError for a picture with an unknown ending or in a missing folder."""
-
     if picture.suffix not in endings:
         *others, last = endings
         shown = f"{', '.join(others)} or {last}" if others else last
@@ -75,6 +72,5 @@ def check_picture(picture: Path, *endings: str) -> None:
 
 def check_folder(option: str, folder: Path) -> None:
     """Make a folder if needed; raise a ConfigError if it is not writable."""
-
     if reason := why_no_folder(folder):
         raise ConfigError(f"{option} {folder}: cannot be written into ({reason}); choose another folder")

@@ -79,7 +79,6 @@ def importing(*, quiet: bool = False) -> Iterator[None]:
     An exception would leave modules half imported, or be caught by libraries. Ignored interrupts (background jobs of a
     shell script) stay ignored.
     """
-
     out = console(stderr=True, quiet=quiet)
 
     def interrupted(*_: object) -> None:

@@ -1,27 +1,36 @@
-"""The output of ``ringspan plan``: the verdict, how to run it, its cost, the reasons, and what to write or call."""
+"""The output of ``ringspan plan``: the answer and how to run it; if asked, its cost, the reasons, and what to copy."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
-from rich.table import Column, Table
 from rich.text import Text
 
-from ringspan.cli.console import console, facts, heading, paragraph
+from ringspan.cli.console import console, facts, heading, paragraph, table
 from ringspan.core.messages.units import shown_bandwidth, shown_bytes, shown_flops, shown_seconds, shown_speed
 from ringspan.plan.documents import LayoutCost
 from ringspan.plan.generation.planner import TextPlan
 from ringspan.plan.planner import Plan
+from ringspan.plan.reasons import about_positions
 from ringspan.plan.snippet import python_call, toml_tables, train_command
 
 
-def show(answer: Plan, result: dict[str, Any], mesh: str, layouts: Sequence[LayoutCost] = ()) -> None:
+def show(
+    answer: Plan, result: dict[str, Any], mesh: str, layouts: Sequence[LayoutCost] = (), *, explain: bool = True
+) -> None:
     """Print a plan: ``result`` is its JSON with any traced memory, ``layouts`` its packed steps, fastest first."""
     out = console()
     _verdict(out, answer, result)
     out.print()
     facts(out, "how to run it", list(_settings(answer, result, mesh)))
+    if layouts:
+        _documents(out, result, layouts)
+    if not explain:
+        for reason in about_positions(answer.question.shape, answer.question.length):
+            paragraph(out, reason)
+        paragraph(out, "--explain: memory, links, reasons, and what to copy. --why-not fsdp: why not plain FSDP.")
+        return
     has = shown_bytes(answer.question.device.memory_bytes)
     rows = [(name, shown_bytes(num_bytes)) for name, num_bytes in result["bytes"].items() if num_bytes]
     rows += [("peak", f"{shown_bytes(result['peak_bytes'])} of {has}")]
@@ -36,8 +45,6 @@ def show(answer: Plan, result: dict[str, Any], mesh: str, layouts: Sequence[Layo
     facts(out, "one step", list(_step(answer)))
     if any(result["link_bytes_per_step"].values()):
         facts(out, "received by each device in one step", list(_received(result)))
-    if layouts:
-        _documents(out, result, layouts)
     _block(out, answer, result)
     heading(out, "why")
     for reason in result["reasons"]:
@@ -48,21 +55,19 @@ def show(answer: Plan, result: dict[str, Any], mesh: str, layouts: Sequence[Layo
 def _documents(out: Console, result: dict[str, Any], layouts: Sequence[LayoutCost]) -> None:
     """Print a step on each layout and route, fastest first."""
     packed = result["documents"]
-    out.print()
-    table = Table(
-        "layout", "route", *(Column(name, justify="right") for name in ("busiest / mean", "received", "step")),
-        title=f"a step of {packed['num']:,} packed documents of {packed['shortest']:,} to {packed['longest']:,} tokens",
-        title_justify="left", box=None,
-    )  # fmt: skip
-    for row in layouts:
-        table.add_row(
+    lengths = f"{packed['shortest']:,} to {packed['longest']:,} tokens"
+    rows = [
+        (
             row.layout,
             row.setting.route,
             f"{row.most_work_over_mean:.3f}",
             shown_bytes(row.received_bytes),
             shown_seconds(row.step_seconds),
         )
-    out.print(table)
+        for row in layouts
+    ]
+    headers = "layout", "route", "busiest / mean", "received", "step"
+    table(out, f"a step of {packed['num']:,} packed documents of {lengths}", headers, rows, numbers=3)
 
 
 def _verdict(out: Console, answer: Plan, result: dict[str, Any]) -> None:
@@ -80,6 +85,10 @@ def _verdict(out: Console, answer: Plan, result: dict[str, Any]) -> None:
         need += f"; with {change['option']} {shown_bytes(change['peak_bytes'])}"
     verdict = Text("fits: yes" if result["fits"] else "fits: no", style="bold green" if result["fits"] else "bold red")
     out.print(verdict + Text(f", {need}", style="not bold"), soft_wrap=True)
+    cost = answer.cost
+    links = cost.exposed_seconds / cost.seconds
+    limit = "memory" if not result["fits"] else f"links, {links:.0%} of it" if links > 0.05 else "computing"
+    paragraph(out, f"a step: {shown_seconds(cost.seconds)}, {_throughput(answer)}, {cost.mfu:.1%} MFU; limit: {limit}")
     longest = "longest sequence that fits: "
     if result["max_length_tokens"]:
         longest += f"{result['max_length_tokens']:,} tokens ({result['max_length_needs']})"
@@ -114,8 +123,12 @@ def _step(answer: Plan) -> Iterator[tuple[str, str]]:
     cost = answer.cost
     yield "time", f"{shown_seconds(cost.seconds)}, of which {shown_seconds(cost.exposed_seconds)} wait for links"
     yield "computing", f"{shown_flops(cost.flops)} in all, {cost.mfu:.1%} of the devices' data sheets (MFU)"
-    speed = cost.tokens_per_second
-    yield "throughput", f"{speed:,.0f} tokens/s" if speed >= 100 else f"{speed:.3g} tokens/s"
+    yield "throughput", _throughput(answer)
+
+
+def _throughput(answer: Plan) -> str:
+    speed = answer.cost.tokens_per_second
+    return f"{speed:,.0f} tokens/s" if speed >= 100 else f"{speed:.3g} tokens/s"
 
 
 def _received(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
@@ -139,20 +152,13 @@ def _block(out: Console, answer: Plan, result: dict[str, Any]) -> None:
     device, blocks = answer.question.device, result["min_block_tokens"]
     heading(out, "smallest block whose transfer is hidden")
     inside, between = device.intra_node_bandwidth, device.inter_node_bandwidth
-    paragraph(
-        out,
+    for line in (
         f"{blocks['intra_node']:,} tokens inside a node ({shown_bandwidth(inside)}), {blocks['inter_node']:,} between "
         f"nodes ({shown_bandwidth(between)})",
-        first="  ",
-    )
-    paragraph(
-        out,
-        "the Ring Attention paper's c >= F / B: F the floating-point operations per second of a device, here "
-        f"{shown_speed(device.flops)}, B the bytes per second of a link; for full attention at the peak of the device, "
-        "where every query head has its own key head. Grouped heads, and a device that does not reach its peak, need "
-        "fewer tokens.",
-        first="  ",
-    )
+        f"the Ring Attention paper's c >= F / B: F FLOP/s of the device ({shown_speed(device.flops)}), B bytes per "
+        "second of a link; full attention at that speed, without grouped heads, which need fewer tokens",
+    ):
+        paragraph(out, line, first="  ")
 
 
 def _snippets(out: Console, answer: Plan, layouts: Sequence[LayoutCost], *, fits: bool) -> None:
@@ -168,7 +174,7 @@ def _snippets(out: Console, answer: Plan, layouts: Sequence[LayoutCost], *, fits
         return
     length = "" if fits else f" the {setting.length:,} tokens that fit"
     for title, text in (
-        (f"to train{length}, put this beside [model] and [data] in run.toml:", toml_tables(question, setting)),
+        (f"to train{length}, add this to run.toml, after [model] and [data]:", toml_tables(question, setting)),
         ("and start:", train_command(question, setting, "run.toml", documents=bool(layouts))),
         ("or in Python:", python_call(setting)),
     ):

@@ -25,7 +25,6 @@ def on_ranks(
     gets the number of ranks, by default one per CUDA device; ``forks`` are modules that local ranks need, and
     ``launching`` are options of ``launch``.
     """
-
     if is_rank():
         refuse_under_torchrun(nproc=nproc)
         check(int(os.environ["WORLD_SIZE"]))

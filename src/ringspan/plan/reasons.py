@@ -54,12 +54,12 @@ def why(question: Question, setting: Setting, memory: Memory, cost: StepCost, lo
     yield from _about_states(question, setting)
     yield from _about_towers(question, setting)
     yield from _about_links(question, setting, cost)
-    yield from _about_positions(shape, question.length)
+    yield from about_positions(shape, question.length)
     if device.note:
         yield device.note
 
 
-def _about_positions(shape: ModelShape, length: int) -> Iterator[str]:
+def about_positions(shape: ModelShape, length: int) -> Iterator[str]:
     if shape.positions and length > shape.positions:
         yield f"{shape.name} has {shape.positions:,} learned positions; {length:,} tokens need new ones"
     elif shape.made_for and length > shape.made_for:
@@ -89,7 +89,10 @@ def _what_would_fit(question: Question, setting: Setting, memory: Memory, longes
     devices = question.devices
     while devices < 1 << 14:
         devices *= 2
-        enough = longest_setting(question, devices)
+        try:
+            enough = longest_setting(question, devices)
+        except UnsupportedError:  # the route that is given needs more heads
+            break
         if enough and enough.length >= question.length:
             yield f"{question.length:,} tokens fit on {devices} x {device.title} in one ring ({needs(enough)})"
             return

@@ -26,17 +26,45 @@ def test_it_prints_one_object_and_imports_no_framework():
 
 
 def test_it_prints_tables_for_people(monkeypatch, capsys):
-    text = printed(monkeypatch, capsys, "plan", "--devices", "8", "--length", "262144")
-    for expected in (
-        "fits: yes",
-        "NVIDIA H100 80 GB",
-        "longest sequence",
-        "c >= F / B",
-        "FLOP/s",
-        "[mesh]",
-        "rs.parallelize(",
-    ):
-        assert expected in text
+    short, text = (
+        printed(monkeypatch, capsys, "plan", "--devices", "8", "--length", "262144", *more)
+        for more in ((), ("--explain",))
+    )
+    answer = ("fits: yes", "a step: ", "limit: computing", "longest sequence", "NVIDIA H100 80 GB", "mesh", "made for")
+    details = ("c >= F / B", "FLOP/s", "[mesh]", "rs.parallelize(")
+    assert all(expected in short and expected in text for expected in answer)
+    assert all(expected in text and expected not in short for expected in details)
+
+
+@pytest.mark.parametrize(
+    ("asked", "options", "reason", "line"),
+    [
+        ("ring", (), "chosen", "ring: the plan chose it"),
+        ("ulysses", (), "time", "ulysses: 1.1% slower"),
+        ("ulysses", ("--devices", "64"), "heads", "32 query and 8 key/value heads do not split evenly"),
+        ("ulysses", ("--length", "50000000"), "memory", "does not fit, and the plan does not either"),
+        ("fsdp", ("--length", "1048576"), "memory", "does not fit; at most 457,942 tokens do"),
+        ("fsdp", (), "time", "1 of 8 devices have a sequence"),
+        ("fsdp", ("--length", "8192", "--batch", "8"), "better", "fits, and is the better choice"),
+    ],
+)
+def test_why_the_plan_is_not_another(monkeypatch, capsys, asked, options, reason, line):
+    asking = ("plan", *options, "--why-not", asked)
+    text = printed(monkeypatch, capsys, *asking)
+    assert line in text and len(text.splitlines()) <= 3
+    answer = json.loads(printed(monkeypatch, capsys, *asking, "--json"))["why_not"]
+    assert answer["reason"] == reason and "\n".join(answer["lines"]) == text.strip()
+    if asked != "fsdp" and reason != "heads":
+        given = json.loads(printed(monkeypatch, capsys, "plan", *options, "--route", asked, "--json"))
+        assert answer["peak_bytes"] == given["peak_bytes"] + given["reserve_bytes"]
+        assert answer["step_seconds"] == given["step_seconds"]
+
+
+def test_plain_fsdp_on_one_device_is_the_plan(monkeypatch, capsys):
+    options = ("--model", "qwen3-0.6b", "--devices", "1", "--length", "4096", "--why-not", "fsdp", "--json")
+    result = json.loads(printed(monkeypatch, capsys, "plan", *options))
+    assert result["why_not"]["peak_bytes"] == result["peak_bytes"] + result["reserve_bytes"]
+    assert result["why_not"]["step_seconds"] == result["step_seconds"]
 
 
 PLANS = {
@@ -145,6 +173,7 @@ def test_a_trace_takes_the_place_of_the_formula(monkeypatch, capsys, tmp_path):
         (["--length", "0"], "--length"),
         (["--model", "gpt2", "--devices", "8", "--length", "9"], "cannot be shared"),
         (["--route", "rnig"], "unknown route 'rnig'"),
+        (["--why-not", "tp"], "--why-not tp: unknown route 'tp'; choose one of ring"),
         (["--route", "ulysses:3"], "groups of 3 do not divide 8 ranks"),
         (["--model", "gpt2", "--route", "ulysses:8"], "12 query and 12 key/value heads do not split evenly"),
         (["--trace", "--rank", "8"], "--rank 8"),

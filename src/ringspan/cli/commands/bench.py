@@ -8,6 +8,7 @@ import typer
 
 from ringspan.cli.checks import DTYPE_BYTES, MOST_RANKS, check_dtype, check_heads, check_memory, ring_sizes
 from ringspan.cli.console import console, say, table
+from ringspan.cli.options import AsJson
 from ringspan.core.messages.units import shown_bytes, shown_seconds, shown_speed
 
 app = typer.Typer(
@@ -21,12 +22,11 @@ Ranks = Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Processes in th
 Length = Annotated[int, typer.Option(min=1, max=_MOST, help="Tokens of the whole sequence.")]
 Dtype = Annotated[str, typer.Option(help="float32 or bfloat16 (float16 on CUDA).")]
 LayoutOption = Annotated[str, typer.Option("--layout", help="zigzag, striped or contiguous.")]
-Repeats = Annotated[int, typer.Option(min=1, help="Timed repeats; the medians are reported.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Timed repeats; medians are reported.")]
 Heads = Annotated[int, typer.Option(min=1, max=_MOST, help="Query heads.")]
-KvHeads = Annotated[int, typer.Option(min=1, help="Key/value heads; they divide the query heads.")]
+KvHeads = Annotated[int, typer.Option(min=1, help="Key/value heads; must divide the query heads.")]
 HeadDim = Annotated[int, typer.Option(min=1, max=_MOST, help="Size of a head.")]
 MaskText = Annotated[str, typer.Option(help="causal, full, window:4096, documents:700,1300,...")]
-Json = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
 
 
 @app.command("attention", epilog="Example: ringspan bench attention --ranks 2 --length 16384 --dtype bfloat16 --json")
@@ -44,9 +44,9 @@ def attention(
         str, typer.Option(help="ring, bidirectional, double-ring:I, all-gather, pass-q, ulysses[:U[+ROUTE]].")
     ] = "ring",
     repeats: Repeats = 5,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Ring attention on N ranks of one thread against scaled_dot_product_attention on one process of N threads."""
+    """Time ring attention on N ranks of one thread against scaled_dot_product_attention in a process of N threads."""
     from ringspan.core.geometry.layout import layout_name
     from ringspan.core.geometry.mask import Mask
     from ringspan.core.schedule.route import Route, member_heads
@@ -78,14 +78,14 @@ def attention(
     forward, both = (shown_seconds(result["exposed_comm_seconds"][kind]) for kind in ("forward", "forward_backward"))
     print(f"exposed communication {forward} forward, {both} forward and backward")
     held, alone = (shown_bytes(result["peak_bytes_per_token"][who]) for who in ("ring", "baseline"))
-    print(f"peak memory beside the inputs {held} per token, one process {alone}")
+    print(f"peak memory without the inputs {held} per token, one process {alone}")
     print(f"largest relative error against float64 {result['max_relative_error']:.1e}")
 
 
 @app.command("ring", epilog="Example: ringspan bench ring --virtual-ranks 8 --tokens 8192 --dtype bfloat16 --json")
 def ring(
-    virtual_ranks: Annotated[int, typer.Option(min=1, max=1 << 16, help="Ranks of the ring that is rehearsed.")] = 8,
-    rank: Annotated[int, typer.Option(min=0, help="Which of them this device is.")] = 0,
+    virtual_ranks: Annotated[int, typer.Option(min=1, max=1 << 16, help="Ranks of the rehearsed ring.")] = 8,
+    rank: Annotated[int, typer.Option(min=0, help="The rank that this device runs.")] = 0,
     tokens: Annotated[int, typer.Option(min=2, max=_MOST, help="Tokens per rank.")] = 8192,
     heads: Heads = 32,
     kv_heads: KvHeads = 8,
@@ -95,15 +95,11 @@ def ring(
     layout: LayoutOption = "zigzag",
     kernel: Annotated[str, typer.Option(help="auto, cudnn, flash, flash2, flash3, flash4, triton, ...")] = "auto",
     repeats: Repeats = 5,
-    error_ranks: Annotated[
-        str, typer.Option(help="Sizes of rings to compare with float64; empty for none.")
-    ] = "1,8,64",
-    error_tokens: Annotated[
-        int, typer.Option(min=2, max=1 << 20, help="Tokens of the whole sequence of that comparison.")
-    ] = 4096,
-    as_json: Json = False,
+    error_ranks: Annotated[str, typer.Option(help="Ring sizes to compare with float64; empty: none.")] = "1,8,64",
+    error_tokens: Annotated[int, typer.Option(min=2, max=1 << 20, help="Tokens of that comparison.")] = 4096,
+    as_json: AsJson = False,
 ) -> None:
-    """One rank's whole schedule on this device, blocks arriving by copies, against the fastest single kernel."""
+    """Run one rank's whole schedule on this device, against the fastest single kernel; copies stand for transfers."""
     from ringspan.core.geometry.layout import layout_name
     from ringspan.core.names import kernel_name
     from ringspan.measure.bench.ring import RingCase, run
@@ -135,7 +131,7 @@ def ring(
     for row in result["errors"]:
         print(
             f"{row['ranks']} ranks: relative error of out {row['out']:.1e}, of dq {row['dq']:.1e}; "
-            f"one kernel alone {row['alone_out']:.1e}, {row['alone_dq']:.1e}"
+            f"a single kernel {row['alone_out']:.1e}, {row['alone_dq']:.1e}"
         )
 
 
@@ -145,9 +141,9 @@ def step(
     length: Length = 8192,
     dtype: Dtype = "float32",
     layout: LayoutOption = "zigzag",
-    checkpoint: Annotated[str, typer.Option(help="none, full or attention; the baseline does the same.")] = "attention",
+    checkpoint: Annotated[str, typer.Option(help="none, full or attention, also for the baseline.")] = "attention",
     repeats: Repeats = 3,
-    as_json: Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Time a training step of a small Llama: the ring against transformers' sdpa in one process of N threads."""
     from ringspan.core.geometry.layout import layout_name

@@ -12,6 +12,7 @@ import typer
 
 from ringspan.cli.checks import check_folder
 from ringspan.cli.console import console, facts
+from ringspan.cli.options import AsJson
 from ringspan.core.messages.extras import require
 from ringspan.core.messages.units import shown_seconds
 
@@ -24,12 +25,12 @@ EPILOG = "Example: ringspan demo --steps 10 --length 4096"
 
 
 def command(
-    run: Annotated[str, typer.Option(help="Folder of the results; an earlier demo in it is replaced.")] = "runs/demo",
-    ranks: Annotated[int, typer.Option(min=1, help="Processes of the ring; on CUDA at most one per device.")] = 2,
+    run: Annotated[str, typer.Option(help="Folder of the results; replaces an earlier demo in it.")] = "runs/demo",
+    ranks: Annotated[int, typer.Option(min=1, help="Processes in the ring; on CUDA at most one per device.")] = 2,
     steps: Annotated[int, typer.Option(min=1, help="Training steps.")] = 20,
     length: Annotated[int, typer.Option(min=16, help="Tokens of a sequence.")] = 8192,
     layout: Annotated[str, typer.Option(help="zigzag, striped or contiguous.")] = "zigzag",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train a 5M-parameter Llama on Python's own source over a ring, prove it equal to one process, measure memory."""
     from ringspan.torch.runtime.forks import serve_forks
@@ -37,7 +38,7 @@ def command(
     check_folder("--run", Path(run))
     require("ringspan demo", "datasets")
     _say("importing PyTorch and transformers")
-    # It gets ready while the next imports take their time.
+    # It starts while the next imports run.
     serve_forks("ringspan.train.loop", "torch.utils.tensorboard")
 
     from ringspan.cli.commands.train import train_rank
@@ -127,7 +128,6 @@ def _clear(folder: Path) -> Path:
 
 
 def _summary(result: dict[str, Any], folder: Path) -> None:
-
     first, last, proof = result["metrics"][0], result["metrics"][-1], result["proof"]
     worst = max(proof["gradients"], key=lambda row: row["relative_difference"])
     errors, share = proof["worst_error"], last["matmul_utilization"]

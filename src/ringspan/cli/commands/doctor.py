@@ -9,6 +9,7 @@ import typer
 
 from ringspan.cli.checks import refuse_under_torchrun
 from ringspan.cli.console import console, facts, paragraph, silent, table, working
+from ringspan.cli.options import AsJson
 from ringspan.core.messages.units import shown_bandwidth, shown_bytes, shown_speed
 from ringspan.torch.runtime.environment import is_rank
 
@@ -22,19 +23,16 @@ def command(
     ranks: Annotated[
         int | None,
         typer.Option(
-            min=1,
-            max=1024,
-            help="Processes of this machine to try; default: one a CUDA device, else two. Not under torchrun.",
+            min=1, max=1024, help="Local processes; default: one per CUDA device, else two. Not under torchrun."
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Say what this machine has (devices, kernels, back ends), how fast it is, and what is missing or wrong.
+    """Report devices, kernels, back ends and speed of this machine, what is missing or wrong, and the remedies.
 
-    Ranks are started, measure the links between them, compare their versions and clocks, and check the ring against
-    float64. Under torchrun the ranks of the job do so. Exit code 0 when it can train, 1 when something stops it.
+    Starts ranks (or uses those of torchrun) to measure links, compare versions and clocks, and check the ring against
+    float64. Exit code 0 if it can train, else 1.
     """
-
     is_job = is_rank()
     if is_job:
         refuse_under_torchrun(ranks=ranks)
@@ -53,7 +51,6 @@ def command(
 
 
 def _show(result: dict[str, Any]) -> None:
-
     out = console()
     has = [name for name, available in result["backends"].items() if available]
     known = [(name, version) for name, version in result["versions"].items() if version]
@@ -70,16 +67,12 @@ def _show(result: dict[str, Any]) -> None:
     for problem in result["problems"]:
         style = "red" if problem["stops"] else "yellow"
         paragraph(out, f"{problem['what']}; {problem['remedy']}", first="! ", style=style)
-    paragraph(
-        out,
-        "can train" if result["can_train"] else "cannot train",
-        style="green" if result["can_train"] else "red",
-    )
+    can = result["can_train"]
+    paragraph(out, "can train" if can else "cannot train", style="green" if can else "red")
 
 
 def _show_kernels(out: Any, kernels: dict[str, dict[str, Any]]) -> None:
     """Print what each kernel computes here, and once per reason why others do not run."""
-
     running = [(name, _cases(kernel["serves"])) for name, kernel in kernels.items() if kernel["available"]]
     facts(out, "kernels and what they compute here", running or [("none", "")])
     others: dict[str, list[str]] = {}
@@ -91,7 +84,6 @@ def _show_kernels(out: Any, kernels: dict[str, dict[str, Any]]) -> None:
 
 
 def _show_cluster(out: Any, result: dict[str, Any]) -> None:
-
     cluster = result["cluster"]
     links = {link["from"]: shown_bandwidth(link["bytes_per_second"]) for link in cluster["links"]}
     error_ms = 1e3 * cluster["clock_uncertainty_seconds"]

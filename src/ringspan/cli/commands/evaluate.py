@@ -13,6 +13,7 @@ import typer
 
 from ringspan.cli.checks import check_folder, check_picture
 from ringspan.cli.console import console, hush, table
+from ringspan.cli.options import AsJson, CacheDtype, Dtype, Nproc, PrefillTokens, Tp, Weights
 from ringspan.cli.ranks import on_ranks
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.extras import require
@@ -31,33 +32,19 @@ app = typer.Typer(
 
 Models = Annotated[
     list[str],
-    typer.Argument(
-        help="Folders of models with their tokenizers, or names on the Hub; one after the other.", show_default=False
-    ),
+    typer.Argument(help="Folders of models with their tokenizers, or names on the Hub.", show_default=False),
 ]
-Lengths = Annotated[str, typer.Option(help="Tokens of prompt and answer, separated by commas.")]
-Depths = Annotated[str, typer.Option(help="Where the needle is: 0 the beginning of the text, 1 its end.")]
+Lengths = Annotated[str, typer.Option(help="Lengths to test, in tokens of prompt and answer, separated by commas.")]
+Depths = Annotated[str, typer.Option(help="Positions of the needle: 0 is the beginning of the text, 1 its end.")]
 Items = Annotated[int, typer.Option(help="Questions per length and depth.")]
-Seed = Annotated[int, typer.Option(help="Of the questions.")]
-Needles = Annotated[int, typer.Option(help="Values to be found.")]
-Distractors = Annotated[int, typer.Option(help="Needles of the same form that are not asked for.")]
-Text = Annotated[list[str] | None, typer.Option(help="Text file, instead of Python's own documentation; repeatable.")]
-Plain = Annotated[bool, typer.Option("--plain", help="Leave the tokenizer's chat template out.")]
-Dtype = Annotated[str, typer.Option(help="auto (that of the folder), float32 or bfloat16.")]
-CacheDtype = Annotated[
-    str, typer.Option(help="Of keys and values: auto (the model's), float32, bfloat16, fp8, int8 or int4.")
-]
-Nproc = Annotated[
-    int | None,
-    typer.Option(help="Processes to start on this machine; default: one a CUDA device, else one. Not under torchrun."),
-]
-Tp = Annotated[int, typer.Option(help="Ranks that split heads and weights; the others are the ring.")]
-Weights = Annotated[str, typer.Option(help="whole on each rank, sharded (gathered for each token), or auto.")]
-PrefillTokens = Annotated[int | None, typer.Option(help="Tokens of the prompt that a rank reads at once.")]
-Out = Annotated[Path, typer.Option(help="Folder of the records; a run that was ended continues from them.")]
-Picture = Annotated[Path | None, typer.Option(help="Draw the result into a .png or .svg file.")]
-Page = Annotated[Path | None, typer.Option(help="Write one HTML file with pictures and tables of all models.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+Seed = Annotated[int, typer.Option(help="Seed of the questions.")]
+Needles = Annotated[int, typer.Option(help="Number of values to find.")]
+Distractors = Annotated[int, typer.Option(help="Number of needles that the question does not ask for.")]
+Text = Annotated[list[str] | None, typer.Option(help="Text file to use, not Python's own documentation; repeatable.")]
+Plain = Annotated[bool, typer.Option("--plain", help="Do not use the tokenizer's chat template.")]
+Out = Annotated[Path, typer.Option(help="Folder of the records; an interrupted run resumes from them.")]
+Picture = Annotated[Path | None, typer.Option(help="Draw the result into this .png or .svg file.")]
+Page = Annotated[Path | None, typer.Option(help="Write pictures and tables of all models into this HTML file.")]
 
 
 def _command(task: Task) -> Callable[..., None]:
@@ -94,7 +81,7 @@ def _command(task: Task) -> Callable[..., None]:
 def perplexity(
     models: Models,
     length: Annotated[int, typer.Option(help="Tokens of each document.")] = 4096,
-    items: Annotated[int, typer.Option(help="Documents at most, the longest first.")] = 8,
+    items: Annotated[int, typer.Option(help="Number of documents at most, the longest first.")] = 8,
     text: Text = None,
     dtype: Dtype = "auto",
     nproc: Nproc = None,
@@ -129,9 +116,7 @@ def harness(
     limit: Annotated[int | None, typer.Option(help="Items per task at most.")] = None,
     num_fewshot: Annotated[int | None, typer.Option(help="Examples before each question.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="Ask through the tokenizer's chat template.")] = False,
-    seed: Annotated[
-        int | None, typer.Option(help="Of all that is drawn, the examples too; lm-eval's own seeds when left out.")
-    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of examples and samples; default: lm-eval's own.")] = None,
     dtype: Dtype = "auto",
     nproc: Nproc = None,
     tp: Tp = 1,
@@ -139,7 +124,6 @@ def harness(
     as_json: AsJson = False,
 ) -> None:
     """Any tasks of lm-evaluation-harness, at full length on the ring."""
-
     require("ringspan eval harness", "lm_eval")
 
     names = tuple(name.strip() for name in tasks.split(",") if name.strip())
@@ -178,7 +162,6 @@ def harness_rank(settings: Any, out: str) -> dict[str, Any] | None:
 
 
 def _numbers(name: str, text: str, kind: Callable[[str], Any]) -> tuple[Any, ...]:
-
     try:
         return tuple(kind(part.strip().replace("_", "")) for part in text.split(","))
     except ValueError as error:
@@ -189,7 +172,6 @@ def _evaluate(
     task: str, models: list[str], nproc: int | None, out: Path, picture: Path | None, page: Path | None, as_json: bool,
     **options: Any,
 ) -> None:  # fmt: skip
-
     if len(set(models)) < len(models):
         raise ConfigError(f"{' '.join(models)}: the same model twice; name each once")
     if picture is not None:

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from ringspan.cli.console import console
+from ringspan.cli.options import AsJson
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.units import shown_bytes
 
@@ -14,29 +15,23 @@ EPILOG = "Example: ringspan export runs/long latest exported; then AutoModelForC
 
 
 def command(
-    run: Annotated[Path, typer.Argument(help="The run's folder.")],
-    step: Annotated[str, typer.Argument(help="The step of a checkpoint, or latest.")],
-    folder: Annotated[Path, typer.Argument(help="The folder to make.")],
-    max_shard_size: Annotated[str, typer.Option(help="Most bytes of a file, such as 2GB.")] = "5GB",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    run: Annotated[Path, typer.Argument(help="Folder of the run.")],
+    step: Annotated[str, typer.Argument(help="Step of a checkpoint, or latest.")],
+    folder: Annotated[Path, typer.Argument(help="Folder to create.")],
+    max_shard_size: Annotated[str, typer.Option(help="Largest file, such as 2GB.")] = "5GB",
+    as_json: AsJson = False,
 ) -> None:
-    """Write a checkpoint of a run as an ordinary Hugging Face folder, in this process, a piece of a tensor at a time.
+    """Write a checkpoint of a run as an ordinary Hugging Face folder, tensor slice by tensor slice, in this process.
 
-    The checkpoint is checked first. The folder is complete or not there at all.
+    The checkpoint is verified first. The folder appears only when it is complete.
     """
-
     if step != "latest" and not step.isdecimal():
         raise ConfigError(f"STEP = {step!r}: give the number of a step, or latest")
     with console(stderr=True, quiet=as_json).status("reading the run") as status:
         from ringspan.train.run_folder.convert import export_checkpoint
 
-        found, num_bytes = export_checkpoint(
-            run,
-            None if step == "latest" else int(step),
-            folder,
-            max_shard_size=max_shard_size,
-            doing=lambda what: status.update(what),
-        )
+        at = None if step == "latest" else int(step)
+        found, num_bytes = export_checkpoint(run, at, folder, max_shard_size=max_shard_size, doing=status.update)
     if as_json:
         print(json.dumps({"step": found, "folder": str(folder), "bytes": num_bytes}))
     else:

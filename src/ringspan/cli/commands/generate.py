@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ringspan.cli.console import console, hush
+from ringspan.cli.options import AsJson, CacheDtype, Dtype, Nproc, PrefillTokens, Tp, Weights
 from ringspan.cli.ranks import on_ranks
 from ringspan.core.errors import ConfigError
 from ringspan.core.files.named import why_no_model
@@ -32,45 +33,33 @@ EPILOG = (
 
 def command(
     model: Annotated[Path, typer.Argument(help="Folder of a model or adapter, and its tokenizer.", show_default=False)],
-    prompt: Annotated[str | None, typer.Option(help="The prompt itself; - reads standard input.")] = None,
-    prompt_file: Annotated[Path | None, typer.Option(help="A text file with the prompt; - for standard input.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(help="Tokens to write at most.")] = 200,
-    temperature: Annotated[float | None, typer.Option(help="Sample; below 1 the likely tokens gain.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Sample from the likeliest tokens of this probability.")] = None,
-    top_k: Annotated[int | None, typer.Option(help="Sample from so many of the likeliest tokens.")] = None,
-    seed: Annotated[int, typer.Option(help="Of sampling.")] = 0,
-    dtype: Annotated[str, typer.Option(help="auto (that of the folder), float32 or bfloat16.")] = "auto",
-    cache_dtype: Annotated[
-        str, typer.Option(help="Of keys and values: auto (the model's), float32, bfloat16, fp8, int8 or int4.")
-    ] = "auto",
-    nproc: Annotated[
-        int | None,
-        typer.Option(
-            help="Processes to start on this machine; default: one a CUDA device, else one. Not under torchrun."
-        ),
+    prompt: Annotated[str | None, typer.Option(help="The prompt; - reads standard input.")] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="Text file with the prompt; - reads standard input.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(help="Most tokens to write.")] = 200,
+    temperature: Annotated[
+        float | None, typer.Option(help="Sample at this temperature; below 1 favours likely tokens.")
     ] = None,
-    tp: Annotated[int, typer.Option(help="Ranks that split heads and weights; the others are the ring.")] = 1,
-    weights: Annotated[
-        str, typer.Option(help="whole on each rank, sharded (gathered for each token), or auto.")
-    ] = "auto",
-    prefill_tokens: Annotated[
-        int | None, typer.Option(help="Tokens of the prompt that a rank reads at once; default: 4096.")
+    top_p: Annotated[
+        float | None, typer.Option(help="Sample from the likeliest tokens with this probability in all.")
     ] = None,
-    load_cache: Annotated[
-        Path | None,
-        typer.Option(help="What --save-cache wrote: the prompt comes after the text that it holds."),
-    ] = None,
+    top_k: Annotated[int | None, typer.Option(help="Sample from the K likeliest tokens.")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of sampling.")] = 0,
+    dtype: Dtype = "auto",
+    cache_dtype: CacheDtype = "auto",
+    nproc: Nproc = None,
+    tp: Tp = 1,
+    weights: Weights = "auto",
+    prefill_tokens: PrefillTokens = None,
+    load_cache: Annotated[Path | None, typer.Option(help="Continue the text of a folder of --save-cache.")] = None,
     save_cache: Annotated[
-        Path | None, typer.Option(help="A new folder for the cache: what was read and written, but for the last token.")
+        Path | None, typer.Option(help="Save the cache, without the last token, in a new folder.")
     ] = None,
-    chat: Annotated[
-        bool, typer.Option("--chat", help="Answer line by line until Ctrl-D; the cache is kept over the turns.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    chat: Annotated[bool, typer.Option("--chat", help="Answer line by line until Ctrl-D, keeping the cache.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Read a prompt over a ring of processes, and print what the model writes after it.
+    """Read a prompt on a ring of processes, and print the model's continuation.
 
-    The most likely tokens, or tokens drawn at random where --temperature, --top-p or --top-k are given.
+    Takes the most likely token; samples if --temperature, --top-p or --top-k is given.
     """
     from ringspan.generate.settings import GenerateSettings
 
@@ -92,7 +81,6 @@ def command(
 
 def check_folder(model: Path) -> None:
     """Raise ConfigError for a folder without a saved model."""
-
     if not model.is_dir():
         raise ConfigError(f"{model}: there is no such folder; give one with a model and its tokenizer")
     if reason := why_no_model(model):
@@ -100,7 +88,6 @@ def check_folder(model: Path) -> None:
 
 
 def _check_prompt(prompt: str | None, file: Path | None, chat: bool, as_json: bool) -> None:
-
     given = [value for value in (prompt, file) if value is not None]
     if len(given) > 1 or not (given or chat):
         raise ConfigError("give either --prompt or --prompt-file")
@@ -112,7 +99,6 @@ def _check_prompt(prompt: str | None, file: Path | None, chat: bool, as_json: bo
 
 def prompt_text(prompt: str | None, file: Path | None, option: str = "--prompt-file") -> str:
     """Read the prompt; raise ConfigError for an unreadable file or no text."""
-
     name = "--prompt" if file is None else f"{option} {file}"
     try:
         if "-" in (prompt, str(file)):
@@ -136,7 +122,6 @@ def run(
     chat: bool = False,
 ) -> "tuple[Answer | None, bool]":
     """Generate in torchrun's ranks or in new local ones; return the answer, and True on rank 0."""
-
     under_torchrun, text = is_rank(), cache(text)
     if not under_torchrun:
         if nproc is not None:

@@ -11,10 +11,10 @@ EPILOG = "Example: ringspan init finetune.toml"
 
 
 def command(
-    file: Annotated[Path, typer.Argument(help="Where to write it.")] = Path("train.toml"),
-    force: Annotated[bool, typer.Option("--force", help="Replace a file that is there.")] = False,
+    file: Annotated[Path, typer.Argument(help="File to write.")] = Path("train.toml"),
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing file.")] = False,
 ) -> None:
-    """Write a TOML file for `ringspan train` with every key, its default and what it means."""
+    """Write a TOML file for `ringspan train` with every key, its default and its meaning."""
     from ringspan.train.config.template import config_template
 
     if file.is_dir():

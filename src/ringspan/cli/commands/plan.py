@@ -1,6 +1,7 @@
 """``ringspan plan``: does it fit, how to run it and how fast it will be, before anything runs."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -8,6 +9,7 @@ import typer
 
 from ringspan.cli.checks import check_picture
 from ringspan.cli.console import console
+from ringspan.cli.options import AsJson
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.extras import require
 from ringspan.core.messages.units import shown_bytes
@@ -32,49 +34,48 @@ Model = Annotated[
     str,
     typer.Option(
         "--model",
-        help=f"A config.json or its folder, a Hugging Face id, or a name that is known here: {', '.join(MODELS)}.",
+        help=f"A config.json or its folder, a Hugging Face id, or one of these names: {', '.join(MODELS)}.",
     ),
 ]
-Devices = Annotated[int, typer.Option("--devices", min=1, help="Accelerators in all.")]
+Devices = Annotated[int, typer.Option("--devices", min=1, help="Number of accelerators.")]
 Device = Annotated[
     str,
     typer.Option(
-        "--device", help="Their kind: a name such as h100, b200, mi300x or v5p, or flops=...,memory_bytes=... by hand."
+        "--device", help="Kind of accelerator: h100, b200, mi300x, v5p, ..., or numbers: flops=...,memory_bytes=..."
     ),
 ]
 Nodes = Annotated[
-    int | None, typer.Option("--nodes", min=1, help="Machines that hold them; default: as the kind is usually built.")
+    int | None, typer.Option("--nodes", min=1, help="Number of machines; default: as this kind is usually built.")
 ]
 Length = Annotated[int, typer.Option("--length", min=1, help="Tokens of one sequence.")]
-Batch = Annotated[int, typer.Option("--batch", min=1, help="Sequences of one optimizer step, on all devices.")]
+Batch = Annotated[int, typer.Option("--batch", min=1, help="Sequences per optimizer step, on all devices.")]
 BatchOrPrompts = Annotated[
-    int, typer.Option("--batch", min=1, help="Sequences of one optimizer step on all devices, or prompts at once.")
+    int, typer.Option("--batch", min=1, help="Sequences per optimizer step on all devices, or prompts at once.")
 ]
-Dtype = Annotated[str, typer.Option("--dtype", help="What layers compute in (model.dtype): bfloat16 or float32.")]
+Dtype = Annotated[str, typer.Option("--dtype", help="Dtype of computing (model.dtype): bfloat16 or float32.")]
 ParameterDtype = Annotated[
     str,
     typer.Option(
         "--parameter-dtype",
-        help="What parameters, gradients and moments are kept in (model.parameter_dtype): float32 or bfloat16.",
+        help="Dtype of parameters, gradients and moments (model.parameter_dtype): float32 or bfloat16.",
     ),
 ]
 Route = Annotated[
     str,
     typer.Option(
         "--route",
-        help="auto, or one that is given: ring, bidirectional, double-ring:I, all-gather, pass-q, ulysses, "
-        "ulysses:U, ulysses:U+ROUTE.",
+        help="auto, or ring, bidirectional, double-ring:I, all-gather, pass-q, ulysses, ulysses:U, ulysses:U+ROUTE.",
     ),
 ]
 CommDtype = Annotated[
-    str, typer.Option("--comm-dtype", help="What keys and values are sent as: exact, bfloat16, float8 or int8.")
+    str, typer.Option("--comm-dtype", help="Dtype of keys and values in messages: exact, bfloat16, float8 or int8.")
 ]
 
 
-# What says how to train, and has no part in generation.
+# Options of training, without a part in generation.
 _OF_TRAINING = (
     "length", "parameter_dtype", "route", "comm_dtype", "lora", "weights", "images", "frames", "sound", "documents",
-    "trace", "rank", "picture",
+    "trace", "rank", "picture", "why_not", "explain",
 )  # fmt: skip
 
 
@@ -90,61 +91,41 @@ def command(
     parameter_dtype: ParameterDtype = "float32",
     route: Route = "auto",
     comm_dtype: CommDtype = "exact",
-    lora: Annotated[
-        int, typer.Option(min=0, help="Rank of adapters on all linear layers, trained alone; 0: all weights are.")
-    ] = 0,
-    weights: Annotated[
-        str, typer.Option(help="With --lora: the frozen weights of linear layers packed as int8, int4 or nf4.")
-    ] = "",
-    images: Annotated[
-        str | None,
-        typer.Option(
-            help="Images of a sequence, for a model that sees: a number, or 8x448x448 (with height and width)."
-        ),
-    ] = None,
-    frames: Annotated[
-        str | None, typer.Option(help="Frames of a sequence's videos, in the same form: 3600x448x448.")
-    ] = None,
-    sound: Annotated[
-        int | None, typer.Option(min=1, help="Windows of sound in a sequence, for a model that hears.")
-    ] = None,
+    lora: Annotated[int, typer.Option(min=0, help="Train adapters of this rank on all linear layers; 0: none.")] = 0,
+    weights: Annotated[str, typer.Option(help="With --lora: pack the frozen weights as int8, int4 or nf4.")] = "",
+    images: Annotated[str | None, typer.Option(help="Images per sequence: a number, or 8x448x448 (with size).")] = None,
+    frames: Annotated[str | None, typer.Option(help="Frames of video per sequence, in the same form.")] = None,
+    sound: Annotated[int | None, typer.Option(min=1, help="Windows of sound per sequence.")] = None,
     documents: Annotated[
         str | None,
         typer.Option(
-            help="Lengths of packed documents, to compare layouts: a .json list, lognormal:2048 or lognormal:2048,0.5 "
-            "(median, sigma)."
+            help="Compare layouts for packed documents: a .json list of lengths, or lognormal:MEDIAN[,SIGMA]."
         ),
     ] = None,
-    trace: Annotated[
-        bool, typer.Option("--trace", help="Trace the real training step on fake tensors for the memory.")
-    ] = False,
-    rank: Annotated[int | None, typer.Option(min=0, help="The rank that --trace plays; default: 0.")] = None,
+    trace: Annotated[bool, typer.Option("--trace", help="Get the memory from the real step on fake tensors.")] = False,
+    rank: Annotated[int | None, typer.Option(min=0, help="The rank to trace; default: 0.")] = None,
     picture: Annotated[
-        Path | None,
-        typer.Option(
-            help="Where to draw what --trace finds over the step, or who computes what of --documents on the fastest "
-            "layout: a .png, .svg or .pdf file."
-        ),
+        Path | None, typer.Option(help="Draw the traced memory, or work per rank of --documents: .png, .svg or .pdf.")
     ] = None,
-    generate: Annotated[
-        bool, typer.Option("--generate", help="Plan generation instead: --batch prompts read, and tokens after them.")
+    generate: Annotated[bool, typer.Option("--generate", help="Plan generation for --batch prompts instead.")] = False,
+    prompt: Annotated[int | None, typer.Option(min=1, help="With --generate: prompt tokens; default: 100000.")] = None,
+    new_tokens: Annotated[int | None, typer.Option(min=1, help="With --generate: new tokens; default: 200.")] = None,
+    why_not: Annotated[
+        str | None,
+        typer.Option(help="Print why the plan is not this: fsdp (whole sequences per device), or a --route."),
+    ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Also print memory, links, reasons, and the tables and call to copy.")
     ] = False,
-    prompt: Annotated[
-        int | None, typer.Option(min=1, help="With --generate: tokens of a prompt; default: 100000.")
-    ] = None,
-    new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="With --generate: tokens to write after each prompt; default: 200.")
-    ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Plan a training step on a cluster: memory, mesh, layout, route, checkpoint policy, time, longest sequence.
+    """Plan a training step: does it fit, how long does it take, what limits it, and with which settings.
 
-    Names that are known here need no framework and take less than a second. Any other model that runs on a ring
-    (docs/models.md, column "plan") is read from its config by running one layer of each kind without memory. With
-    --trace the real step is traced as one of its ranks. With
-    --generate: whether weights and cache fit, on which mesh, and the time to the first token and of each after it.
+    Models known by name take less than a second and need no framework. Any other model that runs on a ring
+    (docs/models.md, column "plan") is read from its config by running one layer of each kind without memory.
+    --trace traces the real step as one of its ranks. --generate plans generation: whether weights and cache fit, on
+    which mesh, and the time to the first and to each later token.
     """
-
     if generate:
         given = [
             name for name in _OF_TRAINING if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
@@ -197,12 +178,19 @@ def command(
         _draw(answer, result, picture)
     elif picture and layouts:
         _draw_documents(answer, layouts[0], lengths, picture)
+    if why_not:
+        from ringspan.plan.alternatives import why_not as alternative
+
+        result["why_not"] = asdict(alternative(answer, why_not))
     if as_json:
         print(json.dumps(result))
         return
     from ringspan.cli.plan_tables import show
 
-    show(answer, result, shown_mesh(result), layouts)
+    if why_not:
+        print(*result["why_not"]["lines"], sep="\n")
+    else:
+        show(answer, result, shown_mesh(result), layouts, explain=explain)
 
 
 def _layouts(answer: "Plan", lengths: tuple[int, ...], *, quiet: bool) -> "list[LayoutCost]":
@@ -215,7 +203,6 @@ def _layouts(answer: "Plan", lengths: tuple[int, ...], *, quiet: bool) -> "list[
 
 def refuse_float16(dtype: str, option: str = "--dtype") -> None:
     """Raise ConfigError for float16, as training does."""
-
     if dtype == "float16":
         raise ConfigError(f"{option} float16 overflows without loss scaling, which training does not do; use bfloat16")
 

@@ -10,6 +10,7 @@ import typer
 from ringspan.cli.checks import check_folder, refuse_under_torchrun
 from ringspan.cli.commands import plan
 from ringspan.cli.console import say
+from ringspan.cli.options import AsJson
 from ringspan.cli.ranks import on_ranks
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.extras import require
@@ -32,11 +33,11 @@ def command(
     ranks: Annotated[
         int | None,
         typer.Option(
-            min=1, max=1024, help="Local processes; default: one a CUDA device, else two. Not under torchrun."
+            min=1, max=1024, help="Local processes; default: one per CUDA device, else two. Not under torchrun."
         ),
     ] = None,
     length: plan.Length = 4096,
-    batch: Annotated[int, typer.Option(min=1, max=1 << 30, help="Sequences of a micro-step.")] = 1,
+    batch: Annotated[int, typer.Option(min=1, max=1 << 30, help="Sequences per micro-step.")] = 1,
     layout: Annotated[str, typer.Option(help="zigzag, striped or contiguous.")] = "zigzag",
     route: Annotated[str, typer.Option(help="ring, bidirectional, double-ring:I, all-gather, ulysses[:U].")] = "ring",
     checkpoint: Annotated[str, typer.Option(help="none, attention or full.")] = "attention",
@@ -44,13 +45,12 @@ def command(
     dtype: plan.Dtype = "bfloat16",
     parameter_dtype: plan.ParameterDtype = "float32",
     out: Annotated[Path, typer.Option(help="Folder for report.html, PNG files and profile.json.")] = Path("profile"),
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Run three real steps of a model with random weights on a ring of real ranks, and draw what they hold and do.
+    """Run three steps of a model with random weights on a ring, and draw each rank's memory and hops.
 
-    A memory timeline by category and a hop timeline with computing, transfers and waits, interactive in one HTML file.
+    Writes an HTML file with a memory timeline by category and a hop timeline with computing, transfers and waits.
     """
-
     check_folder("--out", out)
     require("ringspan profile", "matplotlib")
 

@@ -7,6 +7,7 @@ import typer
 
 from ringspan.cli.commands import plan
 from ringspan.cli.console import console, facts, table, working
+from ringspan.cli.options import AsJson
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.units import shown_bandwidth, shown_bytes, shown_seconds, shown_speed
 
@@ -28,17 +29,16 @@ def command(
     parameter_dtype: plan.ParameterDtype = "float32",
     route: plan.Route = "auto",
     comm_dtype: plan.CommDtype = "exact",
-    rank: Annotated[int, typer.Option(min=0, help="The rank to play.")] = 0,
+    rank: Annotated[int, typer.Option(min=0, help="The rank to run.")] = 0,
     bandwidth: Annotated[
-        float | None,
-        typer.Option(help="Bytes/s at which a neighbour's blocks arrive; default: that of the kind of device."),
+        float | None, typer.Option(help="Bytes/s of the link from the neighbour; default: as for this device.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
-    """Run the planned step as one rank on this machine's one device: real kernels and memory, made-up neighbours.
+    """Run one rank of the planned step on this machine's device: real kernels and memory, random neighbours' blocks.
 
-    Measures peak memory, seconds of a step and of each layer, and the share of the matrix products' speed that it
-    reaches; predicts what the links add.
+    Measures peak memory, seconds of a step and of each layer, and their share of the matmul speed; predicts what links
+    add.
     """
     from ringspan.measure.trace.rehearsal import rehearse_plan
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ringspan.cli.checks import refuse_under_torchrun
+from ringspan.cli.options import AsJson, Nproc
 from ringspan.cli.ranks import on_ranks
 from ringspan.torch.runtime.environment import is_rank
 
@@ -27,22 +28,15 @@ def command(
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Settings as key=value, such as optimizer.learning_rate=1e-4.")
     ] = None,
-    nproc: Annotated[
-        int | None,
-        typer.Option(
-            help="Processes to start on this machine; default: one a CUDA device, else one. Not under torchrun."
-        ),
-    ] = None,
+    nproc: Nproc = None,
     max_restarts: Annotated[
-        int,
-        typer.Option(help="Start all processes again, up to so often, when one dies. Not under torchrun.", min=0),
+        int, typer.Option(help="Restart all processes if one dies, at most N times. Not under torchrun.", min=0)
     ] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Fine-tune (or train from scratch) a causal language model on long sequences over a ring of processes.
 
-    A run that is there already goes on from its newest valid checkpoint. SIGTERM, SIGINT and SIGUSR1 save and end with
-    exit code 75.
+    Resumes an existing run from its newest valid checkpoint. SIGTERM, SIGINT and SIGUSR1 save and exit with code 75.
     """
     from ringspan.train.config.load import load_config
 

@@ -221,7 +221,6 @@ def _forwarding(folder: Path) -> Iterator[None]:
 @contextmanager
 def _without_refusals(folder: Path) -> Iterator[None]:
     """Hide refusals and ordered ends from torch's log of failures; the caller reports them."""
-
     is_told_to_stop = False
 
     def is_failure(record: logging.LogRecord) -> bool:

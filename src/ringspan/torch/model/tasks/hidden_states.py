@@ -138,7 +138,6 @@ class RingDecoder(Saved, Fixed):
 
 def check_inner_call(model: Any, decoder: nn.Module) -> None:
     """Check a call of a decoder inside a user's model before any rank computes."""
-
     without = _without_cache(forward_of(decoder))
 
     def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
