@@ -106,7 +106,7 @@ REFUSALS: Final = (
     Refusal(
         "is an encoder-decoder model",
         "It has an encoder.",
-        "a ring for the encoder's tokens beside that of the decoder's, in ringspan",
+        "a ring for the encoder's tokens in addition to the decoder's, in ringspan",
     ),
     Refusal(
         "tokens see later ones",

@@ -165,7 +165,7 @@ def refused(mesh: Any, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "message"),
     [
-        ("parallelism_config", "parallelism_config is a second parallelism beside the ring; leave it out"),
+        ("parallelism_config", "parallelism_config is a second parallelism besides the ring; leave it out"),
         ("wrapper", "DistributedDataParallelKwargs are for DistributedDataParallel, in which a model on a ring is not"),
         ("other parameters", "the optimizer has parameters of no model that was prepared"),
         ("steps", "the optimizer has taken steps; prepare it, with its model, before the first"),

@@ -320,7 +320,7 @@ def test_explicit_meshes_work_too():
         ([(1, 2, 8, 4)] * 3, {"scale": "1"}, rs.UnsupportedError, "scale must be a plain number"),
         ([(1, 2, 8, 4)] * 3, {"layout": 3}, rs.LayoutError, "layout must be a name or a Layout, got 3"),
         ([(1, 2, 8, 4)] * 3, {"key_layout": "zigzag"}, rs.LayoutError, "key_layout must be a Layout or None"),
-        ([(1, 2, 8, 4)] * 3, {"key_layout": rs.Layout("striped", 8, 2)}, rs.LayoutError, "make them alike"),
+        ([(1, 2, 8, 4)] * 3, {"key_layout": rs.Layout("striped", 8, 2)}, rs.LayoutError, "make them equal"),
         ([(1, 2, 8, 4)] * 3, {"layout": CUSTOM}, rs.UnsupportedError, "not supported in JAX, where one program serves"),
     ],
 )

@@ -188,7 +188,7 @@ def test_the_commands_open_what_was_trained(pool, base, tmp_path):
 
 
 def test_a_run_resumes_on_another_mesh_and_is_merged(pool, base):
-    """From a checkpoint that holds the adapter alone; beside other weights it does not resume."""
+    """From a checkpoint that holds the adapter alone; with other weights it does not resume."""
     adapter, name = {"rank": 4, "merge": True}, "resumed"
     whole = settings(base, "whole", adapter, mesh={"replicate": 2}, steps=4)
     pool.run(train_on, 4, whole)
@@ -203,7 +203,7 @@ def test_a_run_resumes_on_another_mesh_and_is_merged(pool, base):
     weights = load_file(base / "model.safetensors")
     build("llama", vocab_size=300, hidden_size=32, intermediate_size=64, seed=7).save_pretrained(base)
     for outcome in pool.outcomes(train_on, 4, again):
-        assert isinstance(outcome, CheckpointError) and "was trained beside other weights" in str(outcome)
+        assert isinstance(outcome, CheckpointError) and "was trained with other weights" in str(outcome)
     from safetensors.torch import save_file
 
     save_file(weights, base / "model.safetensors", metadata={"format": "pt"})

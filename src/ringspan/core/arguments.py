@@ -84,7 +84,7 @@ def find_layouts(
             key_layout = Layout(layout.name, ranks * key_tokens, ranks)
     key_layout = key_layout or layout
     if key_layout.name != layout.name:
-        raise LayoutError(f"the keys' layout is {key_layout.name}, that of the queries {layout.name}; make them alike")
+        raise LayoutError(f"the keys' layout is {key_layout.name}, that of the queries {layout.name}; make them equal")
     for what, one, held in (("queries", layout, tokens), ("keys", key_layout, key_tokens)):
         if one.ranks != ranks:
             raise LayoutError(f"the layout of the {what} is for {one.ranks} ranks, the ring has {ranks}; use {ranks}")

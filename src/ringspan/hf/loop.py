@@ -55,7 +55,7 @@ def ring_accelerator(ring: RingConfig | None = None, **options: Any) -> "LoopAcc
     for name in ("parallelism_config", "fsdp_plugin", "deepspeed_plugin", "deepspeed_plugins", "megatron_lm_plugin"):
         if options.get(name) is not None:
             raise UnsupportedError(
-                f"{name} is a second parallelism beside the ring; leave it out, and say RingConfig(ring=..., "
+                f"{name} is a second parallelism besides the ring; leave it out, and say RingConfig(ring=..., "
                 "replicate=..., tp=...)"
             )
     if not torch.accelerator.is_available():

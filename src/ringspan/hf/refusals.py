@@ -61,7 +61,7 @@ _WHERE_SET: Final = {
 def _unsupported(args: Any, ring: RingConfig) -> Iterator[tuple[str, str]]:
     """Yield each unsupported argument with the alternative."""
     if getattr(args, "parallelism_config", None) is not None:
-        yield "parallelism_config, a second parallelism beside the ring,", "leave it out"
+        yield "parallelism_config, a second parallelism besides the ring,", "leave it out"
     for name, remedy in _WHERE_SET.items():
         value = getattr(args, name, None)
         if value or (value is not None and name.startswith(("ddp_", "neftune_"))):
@@ -103,7 +103,7 @@ def refuse_accelerator(accelerator: Any) -> None:
     for name in ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin"):
         if getattr(state, name, None) is not None:
             raise UnsupportedError(
-                f"accelerate was launched with {name}, a second parallelism beside the ring; launch without"
+                f"accelerate was launched with {name}, a second parallelism besides the ring; launch without"
             )
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise UnsupportedError(
@@ -112,7 +112,7 @@ def refuse_accelerator(accelerator: Any) -> None:
         )
     if getattr(accelerator, "parallelism_config", None) is not None:
         raise UnsupportedError(
-            "accelerate was launched with a parallelism_config, a second parallelism beside the ring; launch without"
+            "accelerate was launched with a parallelism_config, a second parallelism besides the ring; launch without"
         )
 
 

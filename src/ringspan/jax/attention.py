@@ -242,7 +242,7 @@ def _check_arrays(q: Array, k: Array, v: Array, sinks: Array | None) -> None:
     check_shapes(q.shape, k.shape, v.shape)
     for name, array in (("k", k), ("v", v)):
         if array.dtype != q.dtype:
-            raise UnsupportedError(f"{name} is {array.dtype}, q is {q.dtype}; make them alike")
+            raise UnsupportedError(f"{name} is {array.dtype}, q is {q.dtype}; make them equal")
     if q.dtype.name not in _DTYPES:
         raise UnsupportedError(f"dtype {q.dtype} is not supported; use float32 or bfloat16")
     if sinks is not None and (sinks.shape != (q.shape[1],) or not jnp.issubdtype(sinks.dtype, jnp.floating)):

@@ -288,7 +288,7 @@ class _Run:
         job, state = self._job, manifest.state
         if state.get("base") != job.base_digest:
             raise CheckpointError(
-                f"{folder}: its adapter was trained beside other weights than model.path = "
+                f"{folder}: its adapter was trained with other weights than model.path = "
                 f"{job.config.model.path!r} has now; restore them, or start a new run with run=..."
             )
         restore(self._checkpoints, folder, manifest, job.model, job.optimizer, job.device)

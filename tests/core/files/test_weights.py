@@ -79,7 +79,7 @@ def test_no_more_is_downloaded_than_is_opened():
         (["pytorch_model.bin.index.json", "pytorch_model-00001-of-00001.bin"], "only pytorch_model-00001.*, a pickle"),
         (["consolidated.safetensors"], "only consolidated.safetensors, which transformers does not open; save it with"),
         (IN_FP16, "only model.fp16-00001-of-00001.safetensors; give from_pretrained variant='fp16'"),
-        ([WEIGHTS, "adapter_config.json"], "has one beside its weights; load its base model"),
+        ([WEIGHTS, "adapter_config.json"], "has one next to its weights; load its base model"),
         ([WEIGHTS, "shard-00000-model-00001-of-00002.safetensors"], "a distributed checkpoint; save the model with"),
     ],
 )

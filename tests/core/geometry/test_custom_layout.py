@@ -110,7 +110,7 @@ def test_runs_in_any_order_are_sharded_and_padded():
 
 def test_custom_and_named_layouts_do_not_mix_and_have_no_groups():
     custom = CustomLayout.of([[(0, 2)], [(2, 2)]])
-    with pytest.raises(LayoutError, match="make them alike"):
+    with pytest.raises(LayoutError, match="make them equal"):
         make_schedule(Layout("contiguous", 4, 2), causal(), 0, custom)
     with pytest.raises(LayoutError, match="Ulysses"):
         custom.grouped(2)

@@ -66,7 +66,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "qwen3_vl": [
         ({"pixel_values": None}, "image_grid_thw came without pixel_values"),
-        ({"image_grid_thw": None}, "pixel_values needs image_grid_thw beside it"),
+        ({"image_grid_thw": None}, "pixel_values needs image_grid_thw too"),
         ({"image_grid_thw": [1, 1]}, "pixel_values holds 28 patches, image_grid_thw says 24"),
     ],
     "internvl": [
@@ -74,7 +74,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "mistral3": [
         ({"image_sizes": 2 * SQUARE}, "32 x 32 of image 0 (example 0 of the batch), pixel_values holds"),
-        ({"image_sizes": None}, "pixel_values needs image_sizes beside it"),
+        ({"image_sizes": None}, "pixel_values needs image_sizes too"),
         ({"image_sizes": np.s_[:1]}, "and image_sizes are for different numbers of images: 2, 1"),
     ],
     "llava_onevision": [

@@ -306,7 +306,7 @@ def test_a_folder_is_read_as_transformers_reads_it(tmp_path: Path):
         (tmp_path / "adapter_config.json").write_text("{}")
         with pytest.raises(ConfigError, match=why):
             _config(folder, trust_remote_code=False)
-    with pytest.raises(ConfigError, match="has one beside its weights"):
+    with pytest.raises(ConfigError, match="has one next to its weights"):
         WeightFiles(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     assert base_folder(str(tmp_path)) == str(tmp_path)

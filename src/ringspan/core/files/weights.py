@@ -63,7 +63,7 @@ def refuse_beside(names: Collection[str], *, adapter: bool) -> None:
         raise ConfigError(f"has {shard}, a distributed checkpoint; save the model with save_pretrained")
     if ADAPTER_CONFIG in names and not adapter:
         raise ConfigError(
-            "is an adapter of PEFT, or has one beside its weights; load its base model, then "
+            "is an adapter of PEFT, or has one next to its weights; load its base model, then "
             "PeftModel.from_pretrained, and parallelize"
         )
 

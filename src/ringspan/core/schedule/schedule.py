@@ -138,7 +138,7 @@ def make_schedule(
     keys = key_layout or layout
     if (keys.name, keys.ranks) != (layout.name, layout.ranks):
         raise LayoutError(
-            f"queries are {layout.name} over {layout.ranks} ranks, keys {keys.name} over {keys.ranks}; make them alike"
+            f"queries are {layout.name} over {layout.ranks} ranks, keys {keys.name} over {keys.ranks}; make them equal"
         )
     route = Route.parse(route, layout.ranks) if isinstance(route, str) else route
     if route.ulysses > 1:

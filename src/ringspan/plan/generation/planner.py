@@ -202,7 +202,7 @@ class TextPlan:
         if text.weights == "sharded":
             yield f"weights are gathered for every token: whole on each rank they would need {need}"
         else:
-            yield f"weights stay whole on each rank of the ring beside their shards, {need} in all with the cache"
+            yield f"weights stay whole on each rank of the ring, besides their shards: {need} in all with the cache"
 
     def _about_tokens(self) -> Iterator[str]:
         text, cost, parts = self.text, self.cost, self.cost.token_parts
@@ -213,7 +213,7 @@ class TextPlan:
         yield (
             f"a token takes {told} and {shown_seconds(parts['sent'])} for {cost.collectives_per_token} collectives, "
             f"each of which is assumed to take {shown_seconds(COLLECTIVE_SECONDS[True])} in a node and "
-            f"{shown_seconds(COLLECTIVE_SECONDS[False])} between nodes, beside its bytes"
+            f"{shown_seconds(COLLECTIVE_SECONDS[False])} between nodes, in addition to its bytes"
         )
         sent = parts["sent"] / cost.collectives_per_token
         spare = (self.alone.token_seconds - cost.token_seconds) / cost.collectives_per_token + sent

@@ -24,7 +24,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype or tensor.device != q.device:
             raise UnsupportedError(
-                f"{name} is {tensor.dtype} on {tensor.device}, q is {q.dtype} on {q.device}; make them alike"
+                f"{name} is {tensor.dtype} on {tensor.device}, q is {q.dtype} on {q.device}; make them equal"
             )
     if q.dtype not in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         raise UnsupportedError(f"dtype {q.dtype} is not supported; use float32 or bfloat16")
@@ -81,7 +81,7 @@ def check_loss(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | N
         raise UnsupportedError(f"targets must be int64 or int32, got {targets.dtype}")
     for name, x in floats.items():
         if not x.is_floating_point() or (x.dtype != hidden.dtype and name == "weight" and not _is_autocast(x)):
-            raise UnsupportedError(f"{name} is {x.dtype}, hidden is {hidden.dtype}; make them alike, in floating point")
+            raise UnsupportedError(f"{name} is {x.dtype}, hidden is {hidden.dtype}; make them equal, in floating point")
     check_differentiation("blockwise_cross_entropy", hidden, weight, bias)
 
 

@@ -28,7 +28,7 @@ _REMEDIES: Final = {
     ".get_local_rank(), not the world's",
     "chosen tokens": "a logits processor, prefix_allowed_tokens_fn or assistant must do the same on every rank",
     "num_items_in_batch": "it counts the targets of the whole batch, on all ranks",
-    "optimizer": "make it alike on every rank, and step it on every rank",
+    "optimizer": "create it identically on every rank, and step it on every rank",
 }
 
 

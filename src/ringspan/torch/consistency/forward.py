@@ -227,7 +227,7 @@ def _check_skipped(token: int, input_ids: Tensor, is_real: Tensor) -> None:
     if bool(((input_ids == token) & is_real).any()):
         raise UnsupportedError(
             f"input_ids has the pad token {token} where no padding is marked: this model skips it when it counts "
-            "positions, and a ring counts every token; mark padding beside a text by an attention_mask, and leave none "
+            "positions, and a ring counts every token; mark padding by an attention_mask, and leave none "
             "inside"
         )
 

@@ -58,8 +58,8 @@ def share_weights(model: nn.Module, mesh: DeviceMesh) -> None:
     if dist.get_rank() == first:
         shown = ", ".join(different[:3]) + (f" and {len(different) - 3} more" if len(different) > 3 else "")
         _log.warning(
-            "the ranks had different values of %s: all have those of rank %d now; call torch.manual_seed alike on "
-            "every rank before weights are drawn, to have them alike",
+            "the ranks had different values of %s: all have those of rank %d now; call torch.manual_seed(SEED) on "
+            "every rank before weights are drawn, to have them equal",
             shown,
             first,
         )

@@ -163,7 +163,7 @@ def _flattened_lengths(batch: Mapping[str, Any], lengths: Tensor | None, *, has_
                 raise UnsupportedError(f"seq_idx has shape {tuple(batch[name].shape)}, must have (1, {length})")
             said[name] = torch.unique_consecutive(batch[name], return_counts=True)[1].tolist()
     if not said:
-        raise UnsupportedError(f"{given[0]} needs position_ids or cu_seq_lens_q beside it")
+        raise UnsupportedError(f"{given[0]} also needs position_ids or cu_seq_lens_q")
     first, documents = next(iter(said.items()))
     for name, others in said.items():
         if others != documents:

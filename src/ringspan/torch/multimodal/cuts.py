@@ -41,7 +41,7 @@ class Cut:
         if inputs[self.pixels].ndim != len(self.form.split(",")):
             raise UnsupportedError(f"{self.pixels} must be {self.form}, got {tuple(inputs[self.pixels].shape)}")
         if self.needs_all and (lacking := [name for name in self.names if name not in inputs]):
-            raise UnsupportedError(f"{self.pixels} needs {lacking[0]} beside it, which the processor returns")
+            raise UnsupportedError(f"{self.pixels} needs {lacking[0]} too, which the processor returns")
         if "image_sizes" in inputs:
             check_numbers("image_sizes", inputs["image_sizes"], ("height", "width"))
         counts = {name: len(inputs[name]) for name in self.names if name in inputs}
@@ -117,7 +117,7 @@ class FramesOfGrid(Cut):
 
     def check(self, inputs: Inputs) -> None:
         if self.grid not in inputs:
-            raise UnsupportedError(f"{self.pixels} needs {self.grid} beside it, which the processor returns")
+            raise UnsupportedError(f"{self.pixels} needs {self.grid} too, which the processor returns")
         if inputs[self.pixels].ndim != 2:
             raise UnsupportedError(f"{self.pixels} must be {self.form}, got {tuple(inputs[self.pixels].shape)}")
         patches, grids = len(inputs[self.pixels]), inputs[self.grid].prod(-1).tolist()

@@ -85,9 +85,7 @@ class SeenSequences:
         if self._marks_answers:
             targets = tokens.masked_fill(torch.as_tensor(made["assistant_masks"]).view(-1) == 0, IGNORED)
         if bool((targets[1:] == IGNORED).all()):
-            why = (
-                "the chat template marks no answer in it" if self._marks_answers else "it has no text beside its images"
-            )
+            why = "the chat template marks no answer in it" if self._marks_answers else "it has only images, no text"
             raise ConfigError(f"{example.place}: has no target: {why}; correct it, or leave it out")
         sequence = {
             "input_ids": _padded(tokens, length, self._pad),

@@ -98,7 +98,7 @@ def _why_mixed(module: nn.Module, size: int, gives: int | None, *, trains: bool)
         in_order = run(tokens[:, order])
     bound = max(1e-5, 8 * torch.finfo(like.dtype).eps) * whole.abs().max()
     if not bool((whole - again).abs().max() <= bound):
-        return f"is random in {'training' if trains else 'evaluation'}, and would be so anew when computed again"
+        return f"is random in {'training' if trains else 'evaluation'}, and would be drawn again when recomputed"
     others = [whole[:1] - apart, whole[:, order] - in_order, whole[1] - whole[0, 0]]
     if not all(bool(difference.abs().max() <= bound) for difference in others):
         return "mixes tokens"
