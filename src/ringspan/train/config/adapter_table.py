@@ -8,23 +8,23 @@ from ringspan.train.config.table import Table
 
 
 class AdapterConfig(Table):
-    """[adapter]: train LoRA matrices beside the weights, which stay as they are; needs PEFT."""
+    """[adapter]: train LoRA matrices and freeze the weights; needs PEFT."""
 
     rank: int | None = Field(default=None, ge=1, examples=[16])
-    """Rank of the matrices; where it is not set, all weights are trained and there is no adapter."""
+    """Rank of the matrices; if not set, all weights are trained, without an adapter."""
     alpha: float | None = Field(default=None, gt=0, examples=[32])
-    """What they add is scaled by alpha / rank, or by alpha / sqrt(rank) with use_rslora; default: twice the rank."""
+    """Their result is scaled by alpha / rank, or by alpha / sqrt(rank) with use_rslora; default: twice the rank."""
     target_modules: tuple[str, ...] = Field(default=("all-linear",), strict=False, min_length=1)
-    """Which layers get them: the last parts of their names, such as ["q_proj", "v_proj"]; "all-linear" for all linear
+    """Layers with adapters, by the last parts of their names, such as ["q_proj", "v_proj"]; "all-linear" for all linear
     layers but the head."""
     use_dora: bool = False
     """Train the length of each row of a weight too (DoRA)."""
     use_rslora: bool = False
     """Scale by alpha / sqrt(rank), for high ranks."""
     dropout: float = 0.0
-    """Only 0: with dropout, each rank would draw for its own tokens, and the run would not be that of one process."""
+    """Must be 0: dropout would draw per rank, unlike one process."""
     merge: bool = False
-    """Write the model with the adapter added to its weights, instead of the adapter alone."""
+    """Write the model with the adapter merged into its weights, instead of only the adapter."""
 
     @field_validator("target_modules", mode="before")
     @classmethod

@@ -12,37 +12,37 @@ DocumentsName = Literal["pack", "separate", "cut"]
 
 
 class DataConfig(Table):
-    """[data]: which text, and how it becomes sequences of one length."""
+    """[data]: the text, and how to turn it into sequences of one length."""
 
     paths: tuple[str, ...] = Field(strict=False, min_length=1, examples=[["data"]])
     """Files, folders (searched recursively, hidden entries left out) and "hub:<dataset id>[:<configuration>]"."""
     text_field: str = "text"
     """The field with the text in .json, .jsonl and .parquet files and in Hub datasets."""
     messages: str | None = Field(default=None, examples=["messages"])
-    """The field with a conversation, a list of messages with role and content, in .json and .jsonl files, in place of
-    text_field. Contents may have parts of type "image", "video" and "audio" with a path, from their file on (of
-    a video also a list of frames). The processor beside the model makes a sequence of each conversation."""
+    """The field with a conversation, a list of messages with role and content, in .json and .jsonl files, instead of
+    text_field. Contents may have parts of type "image", "video" and "audio" with a path relative to their file (a video
+    also a list of frames). The model's processor turns each conversation into a sequence."""
     hub_split: str = "train"
     """Split of the Hub datasets; slices such as "train[:1%]" work."""
     extensions: tuple[str, ...] = Field(
         default=(".txt", ".md", ".rst", ".py", ".jsonl", ".json", ".parquet"), strict=False, min_length=1
     )
-    """Endings of the files that are read in a folder. A file that paths names itself is always read."""
+    """Endings of files to read in folders. A file named in paths is always read."""
     sequence_length_tokens: int = Field(ge=2, examples=[32768])
     """Tokens of one training sequence, over the whole ring."""
     documents: DocumentsName = "pack"
     """"pack" joins documents, each closed by the end-of-text token, into one stream of full sequences; "separate" does
-    too, but lets no document of a sequence see another one, counts positions anew in each, and gives its last token no
-    target; "cut" cuts each document on its own and pads its last sequence."""
+    too, but documents do not see each other, positions restart in each, and its last token has no target; "cut" cuts
+    each document on its own and pads its last sequence."""
     balance: BalanceName = "none"
-    """"flops" shares the sequences of each step among its micro-steps and replicas so that those that work at the same
-    time have like attention to compute, for documents = "separate"; which sequences a step has stays the same."""
+    """"flops" moves sequences between the micro-steps and replicas of a step so that replicas compute equal amounts of
+    attention at a time, for documents = "separate"; each step keeps its sequences."""
     eval_fraction: float = Field(default=0.02, ge=0, lt=1)
-    """Share of the documents, or of the text where these are few, held out for evaluation; 0: none. Where it is not
-    set and the text is too short for a sequence of either kind, nothing is held out."""
+    """Share of the documents (or of the text, if these are few) held out for evaluation; 0: nothing. If not set, a text
+    too short to hold out a sequence is all for training."""
     on_change: Literal["refuse", "continue"] = "refuse"
-    """What a run that is resumed does when its text is not what it was: "refuse", or "continue" on the new text, which
-    paths, text_field, hub_split and extensions may then name; the tokenizer stays that of the run."""
+    """If the text has changed when a run resumes: "refuse", or "continue" on the new text, for which paths, text_field,
+    hub_split and extensions may change; the tokenizer stays the same."""
 
     @model_validator(mode="after")
     def _of_conversations(self) -> "DataConfig":

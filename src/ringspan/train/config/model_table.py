@@ -1,4 +1,4 @@
-"""[model]: which model, and where its weights and its tokenizer come from."""
+"""[model]: the model, its weights and its tokenizer."""
 
 import json
 from pathlib import Path
@@ -18,13 +18,13 @@ MIN_VOCAB_SIZE = 257
 
 
 class ModelConfig(Table):
-    """[model]: which model, and where its weights and its tokenizer come from."""
+    """[model]: the model, its weights and its tokenizer."""
 
     path: str | None = Field(default=None, examples=["Qwen/Qwen3-0.6B"])
-    """Local folder or Hub id of the model; needed where init is "pretrained"."""
+    """Local folder or Hub id of the model; needed if init is "pretrained"."""
     init: Literal["pretrained", "scratch"] = "pretrained"
     """"pretrained" loads the weights of path; "scratch" draws new ones for the architecture in config, and is the
-    default where config is given and path is not."""
+    default if config is set and path is not."""
     config: str | dict[str, Any] | None = Field(
         default=None, examples=[{"model_type": "llama", "vocab_size": 2048, "hidden_size": 128}]
     )
@@ -32,19 +32,17 @@ class ModelConfig(Table):
     tokenizer: str | None = Field(default=None, examples=["train"])
     """Local folder or Hub id of the tokenizer; default: path. "train" trains a byte-level BPE on the data."""
     dtype: DtypeName = "float32"
-    """What layers compute in, and what the finished model is saved in: "float32" or "bfloat16"."""
+    """Dtype of computing, and of the saved model: "float32" or "bfloat16"."""
     parameter_dtype: DtypeName = "float32"
-    """What parameters, gradients and AdamW's moments are kept in. "bfloat16" takes half the memory, and loses updates
-    that are smaller than a 256th of a weight: use it where float32 does not fit. Gradients are summed over ranks in
-    float32 either way."""
+    """Dtype of parameters, gradients and AdamW's moments. "bfloat16" takes half the memory, but loses updates smaller
+    than a 256th of a weight: use it if float32 does not fit. Gradients are summed over ranks in float32 either way."""
     compile: bool | str = False
-    """Make each layer a program with torch.compile, in the first step; a name chooses another backend than
-    "inductor"."""
+    """Compile each layer with torch.compile in the first step; a name chooses another backend than "inductor"."""
     trust_remote_code: bool = False
-    """Run the Python files that come with the model and its tokenizer; without it nothing of them is run."""
+    """Run Python files that come with the model and its tokenizer; if false, none of them runs."""
     rope: dict[str, Any] | None = Field(default=None, examples=[{"type": "yarn", "factor": 4.0}])
     """Scaling of rotary positions: a table with type "linear", "dynamic", "yarn", "llama3" or "longrope", factor, and
-    what else transformers takes for that type; default: the model's own."""
+    transformers' other keys for that type; default: the model's own."""
 
     @model_validator(mode="before")
     @classmethod

@@ -23,56 +23,55 @@ from ringspan.train.config.table import Table
 
 
 class MeshConfig(Table):
-    """[mesh]: how the processes are arranged; ring times replicate times tp is their number."""
+    """[mesh]: arrangement of the processes; their number is ring times replicate times tp."""
 
     ring: int | None = Field(default=None, ge=1, examples=[8])
     """Parts that a sequence is split into; default: all processes divided by replicate and tp."""
     replicate: int = Field(default=1, ge=1)
-    """Rings that work on different sequences."""
+    """Number of rings, each with its own sequences."""
     tp: int = Field(default=1, ge=1)
-    """Processes that share a part and split heads, feed-forward and vocabulary (tensor parallelism)."""
+    """Processes that share tokens and split heads, feed-forward and vocabulary (tensor parallelism)."""
 
 
 class AttentionConfig(Table):
-    """[attention]: how the ring computes attention."""
+    """[attention]: attention on the ring."""
 
     layout: BatchLayoutName = "zigzag"
     """Which positions each process holds. "zigzag" and "striped" balance causal work; "contiguous" does not; "balanced"
     is made for the documents of each batch, for data.documents = "separate", see docs/layouts.md."""
     route: str = "ring"
-    """How keys and values get to the other processes: "ring", "bidirectional", "double-ring:8" (nodes of eight),
-    "all-gather", "pass-q" (queries travel instead), "ulysses", "ulysses:4" (groups of four, a ring between them) or
-    "auto"."""
+    """Communication pattern of attention: "ring", "bidirectional", "double-ring:8" (nodes of eight), "all-gather",
+    "pass-q" (queries travel instead), "ulysses", "ulysses:4" (groups of four, a ring between them) or "auto"."""
     comm_dtype: CommDtypeName = "exact"
-    """What they are sent as; anything but "exact" adds the error that docs/routes.md states."""
+    """Dtype of keys and values in messages; all except "exact" add an error, see docs/routes.md."""
     kernel: KernelName = "auto"
-    """What computes attention on each device, see docs/kernels.md; "auto": the fastest that serves."""
+    """Kernel of attention, see docs/kernels.md; "auto": the fastest that supports the inputs."""
 
 
 class MemoryConfig(Table):
-    """[memory]: what is kept for the backward pass."""
+    """[memory]: memory of the backward pass."""
 
     checkpoint: Literal[CheckpointName, "auto"] = "attention"
     """Activation checkpointing: "none" keeps all, "full" recomputes each layer, "attention" all of it but its
     attention, "auto" as little as activation_bytes allows."""
     activation_bytes: int | None = Field(default=None, ge=1, examples=[20_000_000_000])
-    """Bytes of activations that a rank may keep, for checkpoint = "auto", which is the default where they are set."""
+    """Bytes of activations that a rank may keep, for checkpoint = "auto", which is the default if this is set."""
     layers_per_checkpoint: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Consecutive layers of which only the first keeps its input; those of the others are made again in one more
-    forward pass. The root of the number of layers keeps least, see docs/memory.md. "auto": 1, or with
-    checkpoint = "auto" as few as activation_bytes allows."""
+    """Consecutive layers of which only the first keeps its input; the others are recomputed, which costs one more
+    forward pass. The square root of the number of layers keeps least, see docs/memory.md. "auto": 1, or with checkpoint
+    = "auto" as few as activation_bytes allows."""
     loss_chunk_tokens: int = Field(default=1024, ge=1)
-    """Tokens for which logits exist at one time."""
+    """Tokens whose logits exist at once."""
     loss_chunk_vocabulary: int | None = Field(default=None, ge=1, examples=[16384])
-    """Entries of the vocabulary for which they do; default: all. With fewer, logits are computed twice."""
+    """Vocabulary entries whose logits exist at once; default: all. With fewer, logits are computed twice."""
     feedforward_chunk_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """Tokens that a feed-forward works on at one time, again in the backward pass; 0: all at once. "auto": 4096 where
-    that costs next to nothing, see docs/memory.md."""
+    """Tokens that a feed-forward works on at once; 0: all. "auto": 4096 where that is almost free, see
+    docs/memory.md."""
     norm_chunk_tokens: Annotated[int, Field(ge=0)] | Literal["auto"] = "auto"
-    """The same of norms, which otherwise keep float32 copies; "auto": 4096 where layers are
-    checkpointed and a rank has 16384 tokens or more."""
+    """The same for norms, which otherwise keep float32 copies; "auto": 4096 if layers are checkpointed and a rank has
+    16384 tokens or more."""
     offload: OffloadName = "none"
-    """"activations" moves what checkpointing keeps to host memory, from the CPU to memory-mapped files."""
+    """"activations" moves checkpointed tensors to host memory, or on a CPU to memory-mapped files."""
 
     @model_validator(mode="before")
     @classmethod
@@ -113,8 +112,7 @@ class OptimizerConfig(Table):
     eps: float = Field(default=1e-8, gt=0)
     """Added to the root of the second moment."""
     warmup_steps: int = Field(default=10, ge=0)
-    """Steps over which the learning rate rises from 0; where it is not set, at most all steps that the run began
-    with."""
+    """Steps over which the learning rate rises from 0; the default is at most the steps that the run began with."""
     min_learning_rate_ratio: float = Field(default=0.1, ge=0, le=1)
     """Learning rate of the last step, as a share of the highest."""
     clip_grad_norm: float = Field(default=1.0, ge=0)
@@ -124,16 +122,16 @@ class OptimizerConfig(Table):
     accumulation_steps: int = Field(default=1, ge=1)
     """Micro-steps per optimizer step."""
     z_loss: float = Field(default=0.0, ge=0)
-    """Factor on the squared log-sum-exp of the logits, which keeps them near 0."""
+    """Weight of the squared log-sum-exp of the logits in the loss, which keeps logits near 0."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
-    """Share of each target that is spread over the vocabulary."""
+    """Share of each target's probability spread over the vocabulary."""
     state: Literal["float32", "8bit"] = "float32"
     """Moments of AdamW; "8bit" needs torchao."""
     on_host: bool = False
-    """Keep the moments in host memory and step there."""
+    """Keep AdamW's moments in host memory, and update there."""
     rounding: Literal["nearest", "stochastic", "master"] = "nearest"
-    """How a bfloat16 parameter takes an update: the nearest number, which loses small ones; "stochastic", up or down in
-    proportion; "master", from a float32 copy beside the moments on the host. The last two keep float32 moments."""
+    """Rounding of updates to bfloat16 parameters: "nearest" loses small ones; "stochastic" rounds up or down in
+    proportion; "master" updates a float32 copy on the host. The last two keep float32 moments."""
 
     def with_warmup(self, steps: int) -> "OptimizerConfig":
         """Return a copy with another warm-up, which still counts as unset if the user set none."""
@@ -176,48 +174,48 @@ class EvaluationConfig(Table):
 
 
 class CheckpointsConfig(Table):
-    """[checkpoints]: what a run goes on from after it was stopped, by whatever."""
+    """[checkpoints]: checkpoints, from which a stopped run resumes."""
 
     every_steps: int = Field(default=100, ge=0)
     """Steps between checkpoints, and one after the last step; 0: only when a signal stops the run, or when the finished
     model cannot be written."""
     keep: int = Field(default=2, ge=1)
-    """Checkpoints that are kept, the newest ones."""
+    """Number of newest checkpoints to keep."""
     asynchronous: bool = True
-    """Write while training goes on, from a copy of this rank's shards in CPU memory; false: training waits."""
+    """Write during training, from a copy of this rank's shards in CPU memory; false: training waits."""
 
 
 class GuardConfig(Table):
-    """[guard]: what happens to a step whose loss or gradient is out of the ordinary."""
+    """[guard]: handling of steps whose loss or gradient is extraordinary."""
 
     non_finite: Literal["skip", "stop"] = "skip"
-    """A NaN or Inf anywhere: "skip" the step on all ranks, or "stop" the run; never applied."""
+    """If a NaN or Inf occurs: "skip" the step on all ranks, or "stop" the run. Such a step is never applied."""
     max_skipped_steps: int = Field(default=3, ge=0)
     """Steps in a row that may be skipped before the run stops."""
     spike: Literal["off", "report", "skip", "rewind"] = "report"
     """A loss or gradient norm far above the last ones: "report" it, "skip" the step, or "rewind" to the newest
-    checkpoint and go on with the data after the spike."""
+    checkpoint and continue with the data after the spike."""
     spike_zscore: float = Field(default=8.0, gt=0)
     """Standard deviations above the mean, of logarithms, from which a step is a spike."""
     spike_window_steps: int = Field(default=100, ge=20)
-    """Steps that the deviation is of; the mean is that of the last 20."""
+    """Steps for the standard deviation; the mean is over the last 20."""
     max_rewinds: int = Field(default=3, ge=0)
     """Rewinds of a run; after that, spikes are only reported."""
 
 
 class WatchdogConfig(Table):
-    """[watchdog]: when ranks that wait for one that is gone give up."""
+    """[watchdog]: when ranks stop waiting for a lost one."""
 
     enabled: bool = True
     """Watch the other ranks over a connection to rank 0."""
     timeout_steps: float = Field(default=10.0, gt=1)
     """Time without progress after which a rank counts as stalled, in median steps."""
     min_seconds: float = Field(default=30.0, gt=0)
-    """The least that this time is."""
+    """Minimum of that time."""
     patience_seconds: float = Field(default=1800.0, gt=0)
-    """The same for what is no ordinary step: the first three, evaluation, saving."""
+    """The same for the first three steps, evaluation and saving."""
     silence_seconds: float = Field(default=60.0, gt=0)
-    """Time after which a rank of which nothing is heard, stopped or cut off, is stalled whatever it was doing."""
+    """Time after which a silent rank (stopped or cut off) counts as stalled, whatever it was doing."""
 
 
 class TrainConfig(Table):
@@ -230,9 +228,9 @@ class TrainConfig(Table):
     steps: int = Field(default=100, ge=1)
     """Optimizer steps of the whole run."""
     profile: bool = False
-    """Draw what the first three steps hold and do, in the folder profile of the run; the first two are slower."""
+    """Draw memory and hops of the first three steps, in the folder profile of the run; slows the first two."""
     model: ModelConfig
-    """Which model, and where its weights and its tokenizer come from."""
+    """The model, its weights and its tokenizer."""
     data: DataConfig
     """Which text, and how it becomes sequences."""
     adapter: AdapterConfig = AdapterConfig()
@@ -240,9 +238,9 @@ class TrainConfig(Table):
     mesh: MeshConfig = MeshConfig()
     """How the processes are arranged."""
     attention: AttentionConfig = AttentionConfig()
-    """How the ring computes attention."""
+    """Attention on the ring."""
     memory: MemoryConfig = MemoryConfig()
-    """What is kept for the backward pass."""
+    """Memory of the backward pass."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """AdamW, its schedule, and the size of a batch."""
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -252,7 +250,7 @@ class TrainConfig(Table):
     guard: GuardConfig = GuardConfig()
     """What happens to a step that is out of the ordinary."""
     watchdog: WatchdogConfig = WatchdogConfig()
-    """When ranks that wait for one that is gone give up."""
+    """When ranks stop waiting for a lost one."""
 
     @model_validator(mode="after")
     def _check_across_tables(self) -> "TrainConfig":

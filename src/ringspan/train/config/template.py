@@ -16,7 +16,7 @@ _BEGUN: Final = "model.path"  # has no default, and is needed by a model that is
 _HEAD: Final = """\
 A training run of ringspan: set model.path and data.paths, then `ringspan train {name} --nproc 8`.
 
-Lines such as "#steps = 100" hold what a key is when it is left out; remove the # to set it. Any key can be set from the
+Lines such as "#steps = 100" show the default of a key; remove the # to change it. Any key can be set from the
 command line too: `ringspan train {name} steps=20 optimizer.learning_rate=1e-4`. Relative paths are taken from the
 current directory."""
 
