@@ -39,7 +39,7 @@ HABITS = {
     r"\b(nobody|somebody|anybody|whoever|whom)\b": (1, "no rank, another process"),
     r"\b(so|as) many\b": (22, "N, the number"),
     r"\bma(k|d)es? of\b": (8, "the result of"),
-    r"\bgo(es)? on\b": (3, "continue"),
+    r"\bgo(es)? on\b": (1, "continue"),
 }
 LONG_NAMES = 230  # tests whose names have more than 60 characters
 OURS = {name for name, each in vars(errors).items() if isinstance(each, type) and issubclass(each, Exception)}

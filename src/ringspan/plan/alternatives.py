@@ -18,7 +18,7 @@ FSDP: Final = "fsdp"
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """Why a plan is not what was ``asked`` for; numbers are None if no mesh allows it.
+    """Reason why a plan is not what was ``asked`` for; numbers are None if no mesh allows it.
 
     ``reason`` is ``chosen``, ``better`` (than the plan), ``heads``, ``memory`` or ``time``.
     """
@@ -73,9 +73,9 @@ def why_not(plan: Plan, asked: str) -> Alternative:
 
 
 def _fsdp(plan: Plan) -> Alternative:
-    """Compare with weights sharded over all devices, each of which computes whole sequences.
+    """Compare with weights sharded over all devices, and whole sequences on each.
 
-    Memory is that of a rank whose share is a sequence; it includes a ring's buffers, and is a little too high.
+    Memory is computed for a rank whose share is a sequence; a ring's buffers make it a little too high.
     """
     question, shape, num = plan.question, plan.question.shape, plan.question.devices
     plain = Setting(

@@ -214,7 +214,7 @@ def test_a_refusal_names_the_key_the_value_and_the_remedy(tmp_path: Path, overri
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "its tokenizer come from; ringspan init writes a file with all tables (and 1 more)"),
+        ("", "its weights and its tokenizer; ringspan init writes a file with all tables (and 1 more)"),
         ("steps 5", "run.toml: is not valid TOML"),
         ("[model]\n[data]\npaths = 'a'\nsequence_length_tokens = 8", 'model.path: missing; init = "pretrained" needs'),
         (MINIMAL.replace("paths", "path"), "data.path: unknown key; did you mean data.paths? (and 1 more)"),

@@ -30,7 +30,7 @@ def command(
 ) -> None:
     """Report devices, kernels, back ends and speed of this machine, what is missing or wrong, and the remedies.
 
-    Starts ranks (or uses those of torchrun) to measure links, compare versions and clocks, and check the ring against
+    Starts ranks (or uses torchrun's) to measure links, compare versions and clocks, and check the ring against
     float64. Exit code 0 if it can train, else 1.
     """
     is_job = is_rank()

@@ -162,7 +162,7 @@ def _standard_input() -> Iterator[str]:
 
 
 def prompt_ids(settings: "GenerateSettings", text: str | None, most: int | None = None) -> Any:
-    """Tokenize a prompt, at most ``most`` tokens, for which the model has room; none for a chat that has not begun."""
+    """Tokenize a prompt, at most ``most`` tokens, and check the model's room; none for a chat that has not begun."""
     import numpy as np
 
     from ringspan.generate.folder import check_ids, load_config, load_tokenizer

@@ -41,7 +41,7 @@ class DataConfig(Table):
     """Share of the documents (or of the text, if these are few) held out for evaluation; 0: nothing. If not set, a text
     too short to hold out a sequence is all for training."""
     on_change: Literal["refuse", "continue"] = "refuse"
-    """If the text has changed when a run resumes: "refuse", or "continue" on the new text, for which paths, text_field,
+    """If the text has changed when a run resumes: "refuse", or "continue" on the new text: then paths, text_field,
     hub_split and extensions may change; the tokenizer stays the same."""
 
     @model_validator(mode="after")

@@ -33,7 +33,7 @@ def _explain_one(problem: ErrorDetails, root: type[BaseModel]) -> str:
         return f"{key}: unknown key; {_nearest(key, fields, root)}"
     description = (field.description or "" if field is not None else "").split(". ")[0].rstrip(".")
     if kind == "missing" and table_of(field):
-        return f"[{key}]: missing, which says: {description}; ringspan init writes a file with all tables"
+        return f"[{key}]: missing; it sets: {description}; ringspan init writes a file with all tables"
     if kind == "missing":
         return f"{key}: missing; it takes: {description}"
     if kind in ("model_type", "model_attributes_type"):

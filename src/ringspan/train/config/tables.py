@@ -57,7 +57,7 @@ class MemoryConfig(Table):
     activation_bytes: int | None = Field(default=None, ge=1, examples=[20_000_000_000])
     """Bytes of activations that a rank may keep, for checkpoint = "auto", which is the default if this is set."""
     layers_per_checkpoint: Annotated[int, Field(ge=1)] | Literal["auto"] = "auto"
-    """Consecutive layers of which only the first keeps its input; the others are recomputed, which costs one more
+    """Consecutive layers that keep only the first one's input; the others are recomputed, which costs one more
     forward pass. The square root of the number of layers keeps least, see docs/memory.md. "auto": 1, or with checkpoint
     = "auto" as few as activation_bytes allows."""
     loss_chunk_tokens: int = Field(default=1024, ge=1)
