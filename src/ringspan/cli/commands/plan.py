@@ -119,7 +119,7 @@ def command(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Plan a training step: does it fit, how long does it take, what limits it, and with which settings.
+    """Plan a training step: does it fit, how long does it take, what limits it, and how to run it.
 
     Models known by name take less than a second and need no framework. Any other model that runs on a ring
     (docs/models.md, column "plan") is read from its config by running one layer of each kind without memory.

@@ -174,7 +174,7 @@ class EvaluationConfig(Table):
 
 
 class CheckpointsConfig(Table):
-    """[checkpoints]: checkpoints, from which a stopped run resumes."""
+    """[checkpoints]: checkpoints; a stopped run resumes from the newest."""
 
     every_steps: int = Field(default=100, ge=0)
     """Steps between checkpoints, and one after the last step; 0: only when a signal stops the run, or when the finished
