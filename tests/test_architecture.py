@@ -236,7 +236,7 @@ def replacements(source: str) -> list[int]:
     return sorted(set(found))
 
 
-def test_nothing_of_another_module_is_replaced_but_what_torch_has_no_seam_for():
+def test_only_seams_that_torch_lacks_are_replaced():
     files = {path.relative_to(SOURCE / PACKAGE).as_posix(): path for path in SOURCE.rglob("*.py")}
     found = {name: replacements(path.read_text(encoding="utf-8")) for name, path in files.items()}
     assert {name for name, lines in found.items() if lines} == set(MAY_REPLACE), found
@@ -283,7 +283,7 @@ def takes_modules(source: str) -> bool:
     )
 
 
-def test_modules_are_taken_from_the_table_of_all_where_it_is_said_why():
+def test_modules_are_looked_up_only_where_explained():
     files = {path.relative_to(SOURCE / PACKAGE).as_posix(): path for path in SOURCE.rglob("*.py")}
     found = {name for name, path in files.items() if takes_modules(path.read_text(encoding="utf-8"))}
     assert found == set(TAKES_MODULES)

@@ -15,7 +15,7 @@ def sleep_on_rank_1(mesh, seconds):
         time.sleep(seconds)
 
 
-def test_a_test_that_runs_out_of_time_says_which_rank_waited_where(pool, monkeypatch):
+def test_a_timed_out_test_names_the_waiting_rank_and_place(pool, monkeypatch):
     pool.run(give_the_signal_back, 4)  # ranks 2 and 3 are idle in what follows
     monkeypatch.setattr(pool, "_timeout", 1)
     monkeypatch.setattr(pool, "restart", lambda: None)

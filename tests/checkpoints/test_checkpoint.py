@@ -111,7 +111,7 @@ def save_and_change(mesh, folder):
     checkpoints.close()
 
 
-def test_an_asynchronous_save_has_the_values_of_the_step_it_was_called_at(pool, tmp_path):
+def test_an_asynchronous_save_has_the_values_of_its_step(pool, tmp_path):
     pool.run(save_and_change, 4, tmp_path)
     expected = whole(1)
     for step in range(1, 6):
@@ -194,7 +194,7 @@ def find_spoilt(mesh, folder, kinds):
     return refused, found.skipped
 
 
-def test_every_damage_is_refused_by_name_and_the_checkpoint_before_is_offered(pool, tmp_path):
+def test_damage_is_named_and_the_previous_checkpoint_offered(pool, tmp_path):
     folder = tmp_path / "run"
     pool.run(save_steps, 4, folder, [1, 2])
     shutil.copytree(folder, tmp_path / "pristine")

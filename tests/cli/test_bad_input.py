@@ -148,7 +148,7 @@ print("torch" in sys.modules or "transformers" in sys.modules)
 """
 
 
-def test_train_refuses_without_importing_a_framework_what_needs_none(workplace):
+def test_train_refuses_bad_input_without_importing_a_framework(workplace):
     environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
     program = [sys.executable, "-c", EARLY, str(workplace / "config.toml"), str(workplace)]
     done = subprocess.run(program, capture_output=True, text=True, timeout=60, env=environment)

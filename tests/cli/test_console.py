@@ -140,7 +140,7 @@ def test_a_terminal_of_another_encoding_shows_what_it_can(monkeypatch):
     assert written.getvalue() == b"clocks apart ?1 ms\n"
 
 
-def test_an_interrupt_while_the_command_is_imported_ends_in_one_line(monkeypatch, capsys):
+def test_an_interrupt_while_importing_the_command_ends_in_a_line(monkeypatch, capsys):
     class Interrupting:
         def find_spec(self, name, path=None, target=None):
             if name == "ringspan.cli.main":
@@ -155,7 +155,7 @@ def test_an_interrupt_while_the_command_is_imported_ends_in_one_line(monkeypatch
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_what_a_command_does_is_a_status_on_a_terminal_and_lines_elsewhere(monkeypatch, capsys, is_terminal):
+def test_progress_is_a_status_on_a_terminal_and_lines_elsewhere(monkeypatch, capsys, is_terminal):
     monkeypatch.setattr(Console, "is_terminal", is_terminal)
     with working() as doing:
         doing("a [b]")
@@ -182,7 +182,7 @@ def test_a_rank_that_is_profiled_says_what_it_does(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("handler", "ends"), [("default_int_handler", True), ("SIG_IGN", False)])
-def test_an_interrupt_while_libraries_are_imported_ends_the_process_at_once(handler, ends):
+def test_an_interrupt_while_importing_libraries_ends_at_once(handler, ends):
     """Whatever catches the exception that it would be; never where interrupts are ignored, as in the background."""
     code = (
         f"import os, signal\nsignal.signal(signal.SIGINT, signal.{handler})\n"

@@ -61,7 +61,7 @@ TRACE = ("plan", "--model", "qwen3-0.6b", "--devices", "1", "--length", "64", "-
         ("lm_eval", ["eval", "harness", "model", "--tasks", "arc_easy"], f"ringspan eval harness {EVAL}"),
     ],
 )
-def test_the_command_that_needs_it_says_so_before_anything_starts(ringspan, tmp_path, without, arguments, line):
+def test_a_command_names_a_missing_extra_before_anything_starts(ringspan, tmp_path, without, arguments, line):
     before = sorted(tmp_path.rglob("*"))
     done = ringspan(without, *arguments)
     assert (done.returncode, done.stdout, done.stderr) == (2, "", f"ringspan: {line}\n")
@@ -85,7 +85,7 @@ def test_the_other_commands_work(ringspan, arguments):
 
 
 @pytest.mark.long
-def test_every_module_but_those_that_read_text_is_imported_without_extras(ringspan, tmp_path):
+def test_modules_import_without_extras_except_text_readers(ringspan, tmp_path):
     """The data of a training run, and what stands on it; of the rest, whatever imports an extra does it where it is
     used."""
     root = SOURCE / "ringspan"
@@ -120,7 +120,7 @@ def test_every_module_but_those_that_read_text_is_imported_without_extras(ringsp
 
 
 @pytest.mark.long
-def test_a_run_without_tensorboard_says_once_that_its_files_are_not_written(ringspan, tmp_path):
+def test_a_run_without_tensorboard_notes_it_once(ringspan, tmp_path):
     done = ringspan("tensorboard", "train", "config.toml", "--nproc", "2", "steps=2")
     assert done.returncode == 0, done.stderr
     line = "metrics.jsonl is written, TensorBoard files are not: they need the extra ringspan[train]"
@@ -146,7 +146,7 @@ def test_a_part_that_needs_an_extra_asks_for_it(monkeypatch, module, package):
         importlib.import_module(part)
 
 
-def test_what_is_missing_is_a_refusal_and_an_import_error_and_travels_between_ranks(monkeypatch):
+def test_a_missing_extra_is_a_refusal_that_travels_between_ranks(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingExtraError) as raised:
         require("a picture", "matplotlib")

@@ -107,7 +107,7 @@ def test_what_is_not_compared_on_every_rank_fails(found: list[Any]):
     assert judged(CASES[0], 2, [{"out": (0.0, 1.0)}] * 2)["outcome"] == "passed"
 
 
-def test_what_is_not_there_is_not_a_failure_and_what_is_raised_is_told(pool: Pool):
+def test_missing_is_not_failed_and_exceptions_are_reported(pool: Pool):
     found = row(pool, 2, "window in a block", "unable")
     assert (found["outcome"], found["said"]) == ("not supported", "no windows")
     found = row(pool, 2, "causal", "failing")
@@ -124,7 +124,7 @@ def test_the_command_reports_and_exits_with_what_it_found():
 
 
 @pytest.mark.long
-def test_imports_are_no_hang_and_what_is_not_supported_restarts_nothing(tmp_path: Path, monkeypatch: Any):
+def test_imports_are_not_hangs_and_unsupported_restarts_nothing(tmp_path: Path, monkeypatch: Any):
     (tmp_path / "slow.py").write_text(
         "import multiprocessing, time\n"
         "if multiprocessing.current_process().name != 'MainProcess': time.sleep(4)\n"

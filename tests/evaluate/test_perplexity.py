@@ -57,7 +57,7 @@ def test_the_bytes_of_all_tokens_are_those_of_the_text(tokenizer):
     assert sizes is not None and sum(sizes) == len(text.encode())
 
 
-def test_files_are_taken_by_length_and_those_beyond_the_items_are_named(tmp_path):
+def test_files_are_taken_by_length_and_the_rest_is_named(tmp_path):
     files = []
     for name, size in (("short", 20), ("long", 90), ("middle", 50)):
         (tmp_path / name).write_text("a" * size)

@@ -77,7 +77,7 @@ def under_torchrun(asked: list[str], place: Path, killed_after: int | None = Non
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks of a server")
-def test_a_killed_run_continues_after_its_last_item_under_torchrun(tmp_path):
+def test_a_killed_run_resumes_after_its_last_item(tmp_path):
     # Of such a width and depth it says something else for each text.
     folder = save(tmp_path / "tiny", max_position_embeddings=1024, hidden_size=64, num_hidden_layers=1)
     kept = tmp_path / "kept"

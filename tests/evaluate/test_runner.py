@@ -153,7 +153,7 @@ def hold(mesh, path):
         HELD[-1].load()
 
 
-def test_a_second_evaluation_into_one_file_is_refused_while_the_first_lives(pool, tmp_path):
+def test_a_second_evaluation_into_one_file_is_refused(pool, tmp_path):
     path = tmp_path / "lines-model-0.jsonl"
     pool.run(hold, 1, path)
     with pytest.raises(ConfigError, match=r"is being written by process \d+ on .*; wait for it, or .* --out"):

@@ -37,7 +37,7 @@ def built(name: str, size: int, seed: int = 1, depth: float = 0.5) -> Any:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_prompt_says_its_answers_and_is_the_same_for_the_same_numbers(name):
+def test_a_prompt_contains_its_answers_and_is_reproducible(name):
     prompt = built(name, 150)
     assert prompt == built(name, 150) != built(name, 150, seed=2)
     assert found(prompt.text, prompt.answers) == 1.0

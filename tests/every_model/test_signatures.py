@@ -43,7 +43,7 @@ def interface_keywords(source: str) -> Iterator[str]:
         yield from (each.arg for node in nodes if isinstance(node, ast.Call) for each in node.keywords if each.arg)
 
 
-def test_each_argument_of_a_forward_pass_is_honoured_fixed_or_refused():
+def test_each_forward_argument_is_honoured_fixed_or_refused():
     known = HONOURED | FIXED.keys() | REFUSED.keys()
     for kind in KINDS:
         names = auto_class(kind)._model_mapping._model_mapping[kind := kind.removesuffix(MULTIMODAL)]
@@ -53,7 +53,7 @@ def test_each_argument_of_a_forward_pass_is_honoured_fixed_or_refused():
     assert TransformersKwargs.__annotations__.keys() <= known
 
 
-def test_no_argument_has_two_treatments_and_those_honoured_are_parameters():
+def test_no_argument_has_two_treatments():
     assert not HONOURED & (FIXED.keys() | REFUSED.keys()) and not FIXED.keys() & REFUSED.keys()
     # The columns of a data set that transformers' Trainer keeps are parameters: these two are refused, not dropped.
     columns = {"labels", "attention_mask"}
@@ -61,7 +61,7 @@ def test_no_argument_has_two_treatments_and_those_honoured_are_parameters():
     assert parameters(RingCausalLM.forward) >= HONOURED
 
 
-def test_each_argument_of_attention_is_computed_with_or_has_a_fixed_value():
+def test_each_argument_of_attention_is_used_or_fixed():
     known = ATTENTION.keys() | COMPUTED
     found: set[str] = set()
     for kind, names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items():

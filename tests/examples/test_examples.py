@@ -33,7 +33,7 @@ def ran(name: str, folder: Path, *options: str) -> str:
     return run.stdout
 
 
-def test_a_question_behind_a_video_is_answered_from_an_early_frame(tmp_path):
+def test_a_question_after_a_video_is_about_an_early_frame(tmp_path):
     out = ran("video/moving_shapes", tmp_path, "--output", str(tmp_path / "out"), "--frames", "8", "--steps", "45")
     found = re.search(r"loss (\S+) -> (\S+); (\d+)% of 64 new videos .* within (\S+) of one process", out)
     assert found is not None, out
@@ -42,7 +42,7 @@ def test_a_question_behind_a_video_is_answered_from_an_early_frame(tmp_path):
     assert (tmp_path / "out" / "config.json").is_file()
 
 
-def test_a_diffusion_transformer_has_the_gradients_of_one_process(tmp_path):
+def test_a_diffusion_transformer_has_one_process_gradients(tmp_path):
     pytest.importorskip("diffusers")
     found = re.search(r"loss (\S+) -> (\S+); gradients within (\S+) of", ran("diffusion", tmp_path, "--steps", "20"))
     assert found is not None and float(found[2]) < float(found[1]) and float(found[3]) < 1e-5

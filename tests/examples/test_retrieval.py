@@ -62,7 +62,7 @@ def test_muon_is_that_of_torch(shape):
     assert moved > 0.02 and (ours - own).norm() < 0.03 * moved  # torch's is in bfloat16
 
 
-def test_rates_of_a_stage_rise_and_fall_and_the_last_is_as_long_as_positions():
+def test_rates_rise_and_fall_in_a_stage_and_end_at_positions():
     train = imported("retrieval", "train")
     assert [train.Stage(80, 80, 20).share(step) for step in (1, 5, 10, 20)] == pytest.approx([0.2, 1.0, 1.0, 0.1])
     lengths = [stage.length for stage in train.STAGES]

@@ -16,7 +16,7 @@ from tests.faults.job import Job
 pytestmark = pytest.mark.alone
 
 
-def test_a_job_whose_ranks_are_killed_and_stopped_and_that_is_told_to_end_comes_back_bit_for_bit(tmp_path):
+def test_a_killed_stopped_and_ended_job_resumes_bit_for_bit(tmp_path):
     """One job: a rank is killed, then one is stopped, then the launcher gets SIGTERM; each is named, and it resumes."""
     timeout = 2.0
     whole, job = (
@@ -50,7 +50,7 @@ def test_a_kill_in_a_save_leaves_the_old_or_the_new_checkpoint(tmp_path):
 @pytest.mark.long
 @pytest.mark.timeout(300)
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
-def test_two_hosts_name_each_other_when_their_link_is_cut_and_go_on_when_it_is_back(tmp_path):
+def test_two_hosts_name_each_other_when_their_link_is_cut(tmp_path):
     row = faults.cut_link(tmp_path, 1)
     assert row.tries == 1 and row.figures["exit_codes"] == [0, 0], row.failures
     assert row.figures["losses_bit_equal"]

@@ -30,7 +30,7 @@ def talk(folder, template: str, reply: str) -> tuple[bool, str, list[int], Conve
     return goes_on, tokenizer.decode(conversation.ids), before, conversation
 
 
-def test_a_template_goes_on_after_a_reply_whether_or_not_it_ended(tmp_path):
+def test_a_template_continues_after_a_finished_or_cut_reply(tmp_path):
     for reply in ("yes<end>", "yes"):
         goes_on, text, before, conversation = talk(tmp_path, TEMPLATE, reply)
         assert goes_on and conversation.ids[: len(before)] == before
@@ -42,7 +42,7 @@ def test_a_template_that_drops_what_was_said_begins_anew(tmp_path):
     assert not goes_on and text == "[two]"
 
 
-def test_what_a_cache_holds_stays_before_a_conversation_that_begins_anew(tmp_path):
+def test_a_cached_text_stays_before_a_new_conversation(tmp_path):
     save_tokenizer(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     tokenizer.chat_template = FORGETFUL
@@ -53,7 +53,7 @@ def test_what_a_cache_holds_stays_before_a_conversation_that_begins_anew(tmp_pat
 
 
 @pytest.mark.parametrize("template", [None, TEMPLATE, FORGETFUL])
-def test_a_line_that_is_refused_leaves_the_conversation_as_it_was(tmp_path, template):
+def test_a_refused_line_leaves_the_conversation_unchanged(tmp_path, template):
     save_tokenizer(tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
     tokenizer.chat_template = template
@@ -83,7 +83,7 @@ def test_lines_come_when_they_are_whole():
     os.close(reader)
 
 
-def test_the_byte_order_mark_of_a_file_is_no_part_of_its_first_line():
+def test_a_byte_order_mark_is_not_part_of_the_first_line():
     reader, writer = os.pipe()
     os.write(writer, "one\n".encode("utf-8-sig"))
     assert Lines(reader).next(1) == ("one", False)

@@ -85,7 +85,7 @@ def test_steps_equal_one_process_that_moves_nothing(world, packing):
         assert max(apart[name] for name in ("loss", "grad_norm", "weights") if name in apart) < TOLERANCE
 
 
-def test_what_moves_is_said_once_and_of_the_first_step_that_moves(caplog):
+def test_moved_examples_are_logged_once(caplog):
     """Of three steps of two micro-steps for two replicas, the first stays as it is."""
     with caplog.at_level(logging.WARNING, logger="ringspan"):
         came = [4, 3, 2, 1, 4, 1, 3, 2, 1, 2, 3, 4]

@@ -136,7 +136,7 @@ def shared_out(mesh: Any) -> Any:
         return part, accelerator.check_trigger(), accelerator.check_trigger()
 
 
-def test_inputs_are_split_over_replicas_and_triggers_heard_by_all_ranks(world):
+def test_inputs_are_split_over_replicas_and_triggers_are_shared(world):
     assert world(4).run(shared_out, 4) == [(part, True, False) for part in [[0, 1, 2]] * 2 + [[3, 4]] * 2]
 
 

@@ -225,7 +225,7 @@ def test_trainer_itself_is_as_before():
     assert Accelerator().num_processes == 1
 
 
-def test_a_loss_that_was_written_for_one_process_is_told_what_to_change():
+def test_a_loss_written_for_one_process_is_refused_with_advice():
     for failure, remedy in {
         "'NoneType' object is not subscriptable": r"labels = inputs\.pop\('labels'\)",
         "aten.mul.Tensor got mixed torch.Tensor and DTensor": r"\.full_tensor\(\)",

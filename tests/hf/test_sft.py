@@ -81,7 +81,7 @@ def adapted(mesh: Any, folder: str, resume: str | None, packed: str) -> Any:
     return {one["step"]: one["loss"] for one in trainer.state.log_history if "loss" in one}
 
 
-def test_an_adapter_of_packed_weights_resumes_on_another_ring_and_peft_opens_it(world, tmp_path):
+def test_a_packed_adapter_resumes_on_another_ring(world, tmp_path):
     pytest.importorskip("torchao")
     weights = str(tmp_path / "weights")
     made("llama").save_pretrained(weights)

@@ -200,7 +200,7 @@ def test_what_padding_holds_reaches_no_token(kernel, layout):
     assert max(map(relative, results, expected, problem.terms)) < FLOAT32_LIMIT
 
 
-def test_a_row_without_keys_and_with_a_sink_of_minus_infinity_gives_zeros():
+def test_a_row_without_keys_and_with_an_empty_sink_gives_zeros():
     mask = rs.documents([3])
     problem = Problem(12, mask, has_sinks=True)
     assert problem.sinks[-1] == -torch.inf
@@ -211,7 +211,7 @@ def test_a_row_without_keys_and_with_a_sink_of_minus_infinity_gives_zeros():
     assert max(map(relative, (out, *gradients), expected, problem.terms)) < FLOAT32_LIMIT
 
 
-def test_forward_over_reverse_is_right_and_every_other_order_raises():
+def test_forward_over_reverse_works_and_other_orders_raise():
     """A product with the Hessian, against that of dense attention."""
     problem = Problem(8, rs.causal(), heads=2, groups=2, size=4)
     inputs = [jnp.asarray(x) for x in arrays(problem)[:3]]
@@ -270,7 +270,7 @@ def test_vmap_remat_and_scan_over_layers():
         assert np.linalg.norm(a - b) < 1e-6 * np.linalg.norm(b)
 
 
-def test_batch_and_heads_are_split_too_and_what_is_shared_gets_the_summed_gradient():
+def test_split_batch_and_heads_sum_shared_gradients():
     """A mesh of data, tensor and sequence axes; the sinks are one array for all of them but the tensor axis."""
     problem = Problem(44, rs.causal(), batch=2, heads=4, groups=2, size=8)
     split = rs.Layout("striped", 44, 2)

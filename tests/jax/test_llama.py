@@ -105,7 +105,7 @@ def test_a_step_on_the_mesh_equals_torch_s(folders, kind, axes, layout, num, len
             assert np.linalg.norm(named[name] - x) < 1e-4 * np.linalg.norm(x), name
 
 
-def test_a_token_that_occurs_often_has_its_whole_gradient_in_bfloat16():
+def test_a_frequent_token_has_its_whole_gradient_in_bfloat16():
     ids = jnp.where(jnp.arange(3000) < 2900, 1, 2)
     table = jnp.ones((4, 8), jnp.bfloat16)
     gradient = jax.grad(lambda table: look_up(table, ids).astype(jnp.float32).sum())(table)
@@ -113,7 +113,7 @@ def test_a_token_that_occurs_often_has_its_whole_gradient_in_bfloat16():
     assert gradient.dtype == jnp.bfloat16 and (gradient == expected[:, None]).all()
 
 
-def test_folders_and_checkpoints_keep_the_weights_on_other_meshes(folders, tmp_path):
+def test_folders_and_checkpoints_load_on_other_meshes(folders, tmp_path):
     folder = folders["llama-tied"]
     model = load_llama(folder, init_mesh(fsdp=2, sp=2))
     graph, state = nnx.split(model)

@@ -75,7 +75,7 @@ def received(layout: rs.Layout, mask: rs.Mask, rank: int, walk) -> list[int]:
     return [event.number for event in walk(part) if isinstance(event, events.Post) and event.receives]
 
 
-def test_backward_sends_as_many_again_and_each_gradient_round_the_ring():
+def test_backward_sends_each_gradient_round_the_ring():
     """A message more than the events of a pass have: a gradient travels from the first hop on, when it has nothing of
     other ranks yet.
     """
@@ -143,7 +143,7 @@ def test_causal_attention_takes_few_lists_on_any_number_of_ranks(layout, lists):
     chunks=st.tuples(st.integers(1, 9), st.integers(1, 9)),
 )
 @examples(150)
-def test_every_allowed_pair_is_computed_once_and_no_chunk_pair_in_vain(length, mask, layout, ranks, chunks):
+def test_every_allowed_pair_is_computed_exactly_once(length, mask, layout, ranks, chunks):
     split = rs.Layout(layout, length, ranks)
     program = compile_program(split, split, mask, *chunks)
     tokens = split.tokens_per_rank

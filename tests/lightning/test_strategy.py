@@ -176,7 +176,7 @@ def test_a_loader_of_the_ring_is_taken_as_it_is(pool, expected):
         assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5)
 
 
-def test_a_loader_that_shuffles_gives_every_mesh_the_same_batches(pool, expected):
+def test_a_shuffling_loader_gives_every_mesh_the_same_batches(pool, expected):
     two = pool.run(partial(ring_fit, shuffle=True), 4, {"replicate": 2}, 2)[0]["losses"]
     one = pool.run(partial(ring_fit, shuffle=True), 4, {"ring": 4}, 4)[0]["losses"]
     assert one == pytest.approx(two, rel=1e-5)
@@ -331,7 +331,7 @@ def predicted(mesh: Any, examples: int, batch_size: int, limit: float = 1.0) -> 
     return trainer.predict(Predicting(), DataLoader(ROWS[:examples], batch_size))  # type: ignore[arg-type]
 
 
-def test_predictions_that_replicas_would_not_make_together_are_refused(pool):
+def test_predictions_that_replicas_would_split_are_refused(pool):
     for outcome in pool.outcomes(predicted, 4, 5, 1):
         assert isinstance(outcome, rs.UnsupportedError), outcome
         assert str(outcome).startswith("predict: 5 examples in batches of 1 do not come out even on 2 replicas")

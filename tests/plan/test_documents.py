@@ -59,7 +59,7 @@ def test_what_is_no_documents_is_refused_in_a_line(tmp_path, monkeypatch, text, 
     assert "\n" not in str(error.value)
 
 
-def test_balance_is_that_of_the_pairs_and_one_document_is_the_plan_itself():
+def test_balance_is_of_pairs_and_one_document_equals_the_plan():
     asked = question()
     plan = make_plan(asked)
     lengths = read_documents("lognormal:2048", asked.length)
@@ -107,7 +107,7 @@ def test_documents_of_a_step_that_does_not_fit_are_refused():
     assert "the step does not fit, so no layout is timed" in str(done.exception)
 
 
-def test_the_command_prints_layouts_and_draws_and_pastes_the_fastest(tmp_path):
+def test_the_command_prints_draws_and_copies_the_fastest_layout(tmp_path):
     options = ["plan", "--devices", "8", "--length", "65536", "--documents", "lognormal:2048"]
     printed = CliRunner().invoke(app, [*options, "--picture", str(tmp_path / "documents.svg")])
     assert "balanced layout, " in (tmp_path / "documents.svg").read_text()

@@ -49,7 +49,7 @@ def test_more_tokens_than_the_model_was_made_for_are_said():
 
 
 @pytest.mark.parametrize(("length", "batch"), [(8192, 1), *long((131_072, 16), (8192, 16), (1 << 20, 16))])
-def test_nothing_else_that_fits_is_faster_but_for_what_must_be_worth_it(length, batch):
+def test_no_other_fitting_setting_is_clearly_faster(length, batch):
     """Every mesh, layout, route and policy, one by one."""
     plan = plan_for(length=length, batch=batch)
     assert plan.fits
@@ -85,7 +85,7 @@ def test_nothing_else_that_fits_is_faster_but_for_what_must_be_worth_it(length, 
     "changes",
     [{"shape": MODELS["llama-3.1-405b"], "devices": 256}, {"devices": 64, "length": 16_384}, {"length": 32_768}],
 )
-def test_routes_that_cannot_win_are_not_timed_and_would_not_have_won(monkeypatch, changes):
+def test_routes_that_cannot_win_are_not_timed(monkeypatch, changes):
     attention_passes.cache_clear()
     plan = plan_for(**changes)
     few = attention_passes.cache_info().misses
@@ -95,7 +95,7 @@ def test_routes_that_cannot_win_are_not_timed_and_would_not_have_won(monkeypatch
     assert few < 0.8 * attention_passes.cache_info().misses
 
 
-def test_a_larger_micro_batch_is_proposed_where_one_sequence_waits_for_parameters():
+def test_larger_micro_batches_if_a_sequence_waits_for_parameters():
     plan = plan_for(devices=64, length=4096, batch=256)
     assert plan.setting.batch > 1 and plan.as_json()["micro_steps"] * plan.setting.batch * plan.setting.replicate == 256
     assert any(f"{plan.setting.batch} sequences per micro-step" in reason for reason in plan.reasons)
@@ -104,7 +104,7 @@ def test_a_larger_micro_batch_is_proposed_where_one_sequence_waits_for_parameter
     assert plan_for(length=131_072, batch=16).setting.batch == 1
 
 
-def test_a_fitting_plan_stays_within_the_device_and_a_longer_one_than_its_longest_does_not():
+def test_a_plan_stays_within_the_device_up_to_its_longest():
     plan = plan_for()
     assert plan.memory.peak_bytes <= H100.memory_bytes
     setting = plan.longest
@@ -148,7 +148,7 @@ def test_what_does_not_fit_names_the_smallest_change_that_does(changes, option):
     assert not plan.fits and change["option"] == option and change["peak_bytes"] < plan.question.device.memory_bytes
 
 
-def test_adapters_take_no_gradients_and_moments_of_what_is_frozen():
+def test_adapters_need_no_gradients_of_frozen_weights():
     """Of Llama 3.1 8B: seven linear layers each, 12 C + 2 D G + 3 I rows and columns; packed, half a byte each."""
     ranks, length = 4, 1 << 15
     setting, frozen = Setting(length=length, ring=ranks, parameter_dtype="bfloat16"), LLAMA.adapted(16)
@@ -225,7 +225,7 @@ def test_another_route_is_chosen_where_the_ring_waits(changes, route):
     assert shown[slower] < 0.7 * other[slower]
 
 
-def test_tensor_parallelism_is_chosen_where_a_ring_waits_for_parameters_and_says_what_it_costs():
+def test_tensor_parallelism_is_chosen_if_a_ring_waits():
     plan = plan_for(length=8192, devices=8)
     assert plan.setting.tp > 1 and plan.setting.ring * plan.setting.tp == 8
     reason = next(reason for reason in plan.reasons if reason.startswith(f"tp {plan.setting.tp}"))
@@ -247,7 +247,7 @@ def test_activations_go_to_a_host_that_has_room_for_them():
         assert without.setting.offload == "none"
 
 
-def test_moments_go_to_the_host_where_the_device_has_no_room_for_them():
+def test_moments_go_to_the_host_if_the_device_lacks_room():
     options = {"devices": 1, "length": 65_536, "parameter_dtype": "bfloat16"}
     plan = plan_for(**options)
     assert plan.fits and plan.setting.optimizer_on_host and plan.memory.bytes["optimizer"] == 0
@@ -257,7 +257,7 @@ def test_moments_go_to_the_host_where_the_device_has_no_room_for_them():
         assert not plan_for(**options, device=replace(H100, **missing)).fits
 
 
-def test_layers_share_inputs_where_these_do_not_fit_and_the_ring_need_not_run_again_for_that():
+def test_layers_share_inputs_if_these_do_not_fit():
     plan = plan_for(devices=8, length=15 << 16)
     setting = plan.setting
     assert (setting.checkpoint, setting.layers_per_checkpoint, setting.offload) == ("attention", 2, "none")

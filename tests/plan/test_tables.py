@@ -55,7 +55,7 @@ def test_what_the_pages_say_about_their_tables():
     assert f"peaks at {traced.peak_bytes / 1e9:.1f} GB" in PAGE
 
 
-def test_the_traced_story_is_that_of_the_result_and_of_the_formula():
+def test_the_traced_story_equals_result_and_formula():
     path = Path(__file__).parents[2] / "benchmarks" / "results" / "fine-tuning-trace.json"
     stages = json.loads(path.read_text(encoding="utf-8"))["stages"]
     assert len(stages) == 8

@@ -116,7 +116,7 @@ def written(result: dict[str, Any], folder: Path) -> str:
     return path.read_text(encoding="utf-8")
 
 
-def test_the_page_is_balanced_and_says_everything_that_was_measured(tmp_path: Path):
+def test_the_page_is_balanced_and_has_everything_measured(tmp_path: Path):
     page = Page(written(result(), tmp_path))
     assert page.tags.count("h1") == 1 and page.tags.count("svg") == 5
     expected = [
@@ -250,7 +250,7 @@ def covered(corners: np.ndarray, length: int) -> np.ndarray:
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: f"{layout.name}-{layout.ranks}")
-def test_each_allowed_pair_is_drawn_once_in_the_colour_of_its_rank_and_at_its_hop(layout: Layout, mask: Mask):
+def test_each_pair_is_drawn_once_in_its_rank_colour_and_hop(layout: Layout, mask: Mask):
     length = layout.length
     times = np.zeros((length, length), dtype=int)
     seen = np.full((length, length, 2), -1)
@@ -296,7 +296,7 @@ def test_the_travel_picture_fills_what_arrives(name: Any, mask: Mask):
     assert f"{sum(make_schedule(layout, mask, rank).sent_tokens for rank in range(4)):,} tokens sent" in words
 
 
-def test_the_svg_shows_what_the_figure_holds_in_light_and_in_dark():
+def test_the_svg_equals_the_figure_in_light_and_dark():
     picture = ring_picture(Layout("zigzag", 64, 2), causal())
     written = ElementTree.fromstring(svg(picture))
     height, axes = float(written.attrib["viewBox"].split()[3]), picture.axes[1]

@@ -173,7 +173,7 @@ def bfloat16_step(mesh: DeviceMesh, changes: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(("ranks", "tp", "changes"), [(2, 1, {}), (4, 2, {"vocab_size": 98})])
-def test_computing_in_bfloat16_keeps_float32_weights_and_gradients(pool, ranks, tp, changes):
+def test_bfloat16_computing_keeps_float32_weights(pool, ranks, tp, changes):
     check(pool.run(bfloat16_step, ranks, changes, tp=tp), step(build("llama", **changes), length=64), (5e-3, 5e-2))
 
 
@@ -263,7 +263,7 @@ def test_what_a_model_on_the_ring_does_not_do_is_refused(pool, how, error, messa
         ("shift_labels", 97, rs.UnsupportedError, "labels has numbers"),
     ],
 )
-def test_a_batch_that_is_wrong_on_one_rank_is_refused_on_every_rank(pool, name, value, error, message):
+def test_a_batch_that_is_wrong_on_one_rank_raises_on_all(pool, name, value, error, message):
     for outcome in pool.outcomes(spoiled_on_one_rank, 4, name, value, replicate=2):
         assert isinstance(outcome, error) and message in str(outcome)
 

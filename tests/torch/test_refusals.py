@@ -101,7 +101,7 @@ def another_of_the_same_config(mesh: DeviceMesh) -> tuple[float, float]:
     return float(before), float(loss_of(AutoModelForCausalLM.from_config(config)))
 
 
-def test_a_config_makes_ordinary_models_after_one_of_them_is_on_the_ring(pool):
+def test_a_config_makes_ordinary_models_after_the_ring(pool):
     for before, after in pool.run(another_of_the_same_config, 2):
         assert before == after
 

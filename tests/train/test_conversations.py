@@ -138,7 +138,7 @@ def test_answers_alone_are_targets_where_the_template_marks_them(talk, tmp_path,
     assert processor.tokenizer.decode(targets) == expected
 
 
-def test_an_example_without_an_answer_is_refused_where_answers_are_marked(talk, tmp_path):
+def test_an_example_without_an_answer_is_refused(talk, tmp_path):
     write_row(tmp_path, "what colour is this")
     examples = read_conversations(settings(talk, "x", data={"paths": str(tmp_path / "one.jsonl")}).data).examples
     sequences = SeenSequences(examples, write_processor(tmp_path / "marked", MARKED), sequence_length_tokens=29)

@@ -50,7 +50,7 @@ def steps_with_nan(mesh, config, poisoned_steps, value):
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_all_ranks_skip_the_step_that_one_rank_spoils_and_name_it(pool, text, value):  # noqa: F811
+def test_all_ranks_skip_a_step_that_one_rank_spoils(pool, text, value):  # noqa: F811
     for told in pool.run(steps_with_nan, 4, settings(text, "nan"), [2], value):
         assert [applied for applied, _, _ in told] == [True, False, True]
         assert [unchanged for _, unchanged, _ in told] == [False, True, False]

@@ -98,7 +98,7 @@ def run_from(folder: Path, **model: Any) -> TrainConfig:
     )
 
 
-def test_code_that_comes_with_a_model_runs_only_when_it_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_code_of_a_model_runs_only_when_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
     folder, marker = tmp_path / "model", tmp_path / "ran"
     careful = with_code(folder, marker)
@@ -157,7 +157,7 @@ def test_weights_that_the_model_has_no_place_for_are_named(tmp_path: Path, caplo
 
 
 @pytest.mark.parametrize(("kind", "message"), [("vit", "no causal language model of type vit"), ("rwkv", "rwkv")])
-def test_what_is_no_causal_model_with_attention_is_refused_by_name(kind, message):
+def test_a_type_that_is_not_a_causal_model_is_refused_by_name(kind, message):
     settings = {"init": "scratch", "config": {"model_type": kind, "vocab_size": 300}, "tokenizer": "train"}
     data = {"paths": ["x"], "sequence_length_tokens": 8}
     with pytest.raises(RingspanError, match=message):
@@ -181,7 +181,7 @@ def test_layers_without_attention_have_none_of_its_flops():
 @pytest.mark.parametrize(
     ("words", "message"), [("a b", None), ("a <image> b", "'<image>', token 6 of model.tokenizer")]
 )
-def test_a_token_beyond_the_vocabulary_is_named_only_where_the_text_has_it(tmp_path: Path, words, message):
+def test_a_token_beyond_the_vocabulary_is_named_if_it_occurs(tmp_path: Path, words, message):
     """As of Gemma 3: its models of text have a token for images in the tokenizer alone."""
     known = Tokenizer(WordLevel({word: number for number, word in enumerate("abcdef")}, unk_token="f"))
     known.pre_tokenizer = Whitespace()

@@ -85,7 +85,7 @@ def test_a_killed_worker_changes_no_loss(workplace: Path):
     assert losses(workplace / "run") == losses(workplace / "plain")
 
 
-def test_what_every_worker_would_refuse_is_refused_before_any_starts(workplace: Path):
+def test_what_workers_would_refuse_is_refused_before_they_start(workplace: Path):
     command = [sys.executable, str(EXAMPLE), "config.toml", "--workers", "2", "mesh.ring=3"]
     done = subprocess.run(command, cwd=workplace, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2 and "mesh.ring = 3" in done.stderr.splitlines()[-1]

@@ -47,7 +47,7 @@ class Page(HTMLParser):
 
 @pytest.mark.timeout(300)  # three commands, the first of them killed
 @pytest.mark.long
-def test_a_killed_run_continues_under_torchrun_and_draws_all_models(folder, tmp_path):
+def test_a_killed_run_resumes_under_torchrun_and_draws_models(folder, tmp_path):
     other = save(tmp_path / "other", max_position_embeddings=800, hidden_size=16)
     asked = ("needle", folder, other, "--lengths", "700,900", "--depths", "0,1", "--items", 2, "--json")
     first = run(tmp_path, *asked, "--nproc", 1)
@@ -87,7 +87,7 @@ def test_a_killed_run_continues_under_torchrun_and_draws_all_models(folder, tmp_
     assert json.loads(out) == result and "item" not in err.replace("items are in", "")
 
 
-def test_models_that_lack_the_positions_are_named_before_any_is_evaluated(folder, tmp_path, monkeypatch, capsys):
+def test_models_that_lack_positions_are_named_before_evaluation(folder, tmp_path, monkeypatch, capsys):
     short = save(tmp_path / "short", max_position_embeddings=300)
     capsys.readouterr()  # what saving shows
     monkeypatch.chdir(tmp_path)

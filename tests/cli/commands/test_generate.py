@@ -109,7 +109,7 @@ def test_it_prints_the_text_as_it_comes_and_samples_under_a_seed(folder):
 
 
 @pytest.mark.long
-def test_under_torchrun_the_first_rank_prints_what_one_process_writes(folder):
+def test_under_torchrun_the_first_rank_prints_the_text(folder):
     """Its ranks are there already, and rank 0 alone reads the standard input."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "ringspan"]
     command += ["generate", str(folder), "--prompt-file", "-", "--max-new-tokens", "12", "--json"]
@@ -168,7 +168,7 @@ def test_a_chat_goes_on_after_a_saved_cache(folder, book, tmp_path):
 
 
 @pytest.mark.long
-def test_a_line_of_a_chat_beyond_the_positions_is_refused_and_the_rest_is_kept(folder, book, tmp_path):
+def test_a_chat_line_beyond_the_positions_raises_and_is_dropped(folder, book, tmp_path):
     options = ("--chat", "--nproc", 2, "--max-new-tokens", 12, "--save-cache", tmp_path / "kept")
     out, err = printed(folder, *options, input=f"{QUESTION}\n{BOOK * 4}\nWhy?\n")
     assert "ringspan: " in err and "are more than the 256 positions of the model" in err
@@ -186,7 +186,7 @@ def with_beams(folder, tmp_path_factory):
 
 
 @pytest.mark.long
-def test_beams_are_those_of_one_process_and_their_text_comes_at_the_end(folder, with_beams):
+def test_beams_equal_one_process_and_print_at_the_end(folder, with_beams):
     options = ("--max-new-tokens", 12, "--nproc", 2)
     new = expected(with_beams, BOOK)
     assert new == expected(folder, BOOK, num_beams=3) != expected(folder, BOOK)
@@ -225,7 +225,7 @@ def test_the_byte_order_mark_of_a_file_is_no_part_of_the_prompt(tmp_path, monkey
         ("a changed manifest", "manifest.json: changed after it was written"),
     ],
 )
-def test_a_cache_that_is_damaged_or_of_another_model_is_refused_in_a_line(folder, book, tmp_path, damage, says):
+def test_a_damaged_or_foreign_cache_is_refused_in_a_line(folder, book, tmp_path, damage, says):
     copy = shutil.copytree(book, tmp_path / "book")
     match damage:
         case "another model":

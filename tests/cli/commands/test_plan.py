@@ -119,7 +119,7 @@ def test_what_generate_refuses_is_said_and_not_told_how_to_run(monkeypatch, caps
     assert result["positions"] == 131_072 and "ringspan generate refuses 1,000,050 tokens" in result["reasons"][0]
 
 
-def test_the_examples_of_generation_are_none_that_generate_refuses(monkeypatch, capsys):
+def test_generate_accepts_the_examples_of_generation(monkeypatch, capsys):
     example = EPILOG.rpartition("ringspan plan ")[2].split()
     result = json.loads(printed(monkeypatch, capsys, "plan", *example, "--json"))
     assert result["fits"] and not any("refuses" in reason for reason in result["reasons"])

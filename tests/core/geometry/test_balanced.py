@@ -21,7 +21,7 @@ from tests.fuzz import examples
 
 @given(masks, lengths, st.integers(1, 9), st.integers(1, 8))
 @examples(200)
-def test_every_position_is_held_once_and_every_rank_holds_as_many(mask, length, ranks, chunk_tokens):
+def test_each_position_is_held_once_and_ranks_hold_equally_many(mask, length, ranks, chunk_tokens):
     layout = balanced(mask, length=length, ranks=ranks, chunk_tokens=chunk_tokens)
     each = -(-length // ranks)
     assert [layout.tokens_of(rank) for rank in range(ranks)] == [each] * ranks
@@ -78,7 +78,7 @@ def test_the_benchmark_counts_pairs_and_what_others_need(documents, ranks, name)
 @pytest.mark.parametrize("ranks", [4, 16, 64])
 @pytest.mark.parametrize("length", [65_536, 262_144, *long(1_048_576)])
 @pytest.mark.parametrize("documents_of", [lognormal, code, one_long])
-def test_documents_as_they_come_are_balanced_and_sent_less_than_by_zigzag(documents_of, length, ranks):
+def test_balanced_documents_send_less_than_zigzag(documents_of, length, ranks):
     """From 1,024 tokens per rank on."""
     documents = documents_of(length)
     work_over_mean, tokens = counted(LAYOUTS["balanced"](documents, ranks), documents)
@@ -105,7 +105,7 @@ def test_what_the_first_leeway_leaves_uneven_is_placed_again():
     assert counted(balanced(mask, length=1 << 20, ranks=64), documents)[0] <= 1.03
 
 
-def test_work_goes_on_from_rank_to_rank_over_the_documents_that_they_share():
+def test_work_continues_over_documents_that_ranks_share():
     """Three ranks, of which the first and the last share no document."""
     documents = [6000, 6000, 1000]
     some = stretches(rs.documents(documents), sum(documents))
@@ -158,7 +158,7 @@ def test_few_documents_are_cut():
     assert tokens <= by_zigzag / 20
 
 
-def test_thousands_of_documents_ask_rarely_whether_all_can_still_be_balanced(monkeypatch):
+def test_balancing_thousands_of_documents_checks_rarely(monkeypatch):
     """It takes as long as placing dozens of them, and most of these are placed as they come."""
     asked, missing = [], Placing._missing
     monkeypatch.setattr(Placing, "_missing", lambda *given: asked.append(1) or missing(*given))

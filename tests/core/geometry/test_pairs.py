@@ -12,7 +12,7 @@ from tests.fuzz import examples
 
 @given(masks, lengths)
 @examples(300)
-def test_stretches_are_cut_where_no_pair_crosses_and_count_their_pairs(mask, length):
+def test_stretches_are_cut_where_no_pair_crosses(mask, length):
     dense = mask.dense(np.arange(length), np.arange(length))
     cut = stretches(mask, length)
     assert [*cut.starts, length] == [0, *cut.stops]

@@ -67,7 +67,7 @@ def test_the_layout_of_a_step_is_what_it_added(ranks, steps):
 
 @given(st.integers(1, 5), steps)
 @examples(300)
-def test_shares_differ_by_no_more_than_a_block_or_what_was_cropped_left(ranks, steps):
+def test_shares_differ_by_at_most_a_block_or_the_crop(ranks, steps):
     shares, allowed = Shares(ranks), BLOCK_TOKENS
     for way, number in steps:
         step(shares, way, number)

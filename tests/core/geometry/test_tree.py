@@ -35,7 +35,7 @@ def test_any_tree_is_its_branches(given_tree, window):
     assert rs.tree(lengths, [-1] * len(lengths), window=window) == rs.documents(lengths, window=window)
 
 
-def test_a_prompt_with_answers_is_a_region_each_and_one_for_what_they_share():
+def test_a_prompt_with_answers_has_a_region_each_and_one_shared():
     assert len(rs.tree([30, 7, 9, 8], [-1, 0, 0, 0]).regions) == 3 + 1
     # Two prompts; each with two turns, each with two answers: eleven branches of a tree of two levels.
     assert len(rs.tree([9, 2, 3, 3, 2, 3, 3], [-1, 0, 1, 1, 0, 4, 4]).regions) == 4 + 3

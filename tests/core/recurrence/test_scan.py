@@ -87,7 +87,7 @@ def test_pieces_are_the_tokens_of_a_span_in_order(data, layout):
 
 
 @given(st.data(), span_layouts, st.integers(1, 6))
-def test_a_halo_is_the_tokens_before_a_span_as_far_as_its_document_goes_back(data, layout, width):
+def test_a_halo_reaches_back_as_far_as_its_document(data, layout, width):
     rows = data.draw(starts_of_rows(layout))
     places = places_of(layout)
     held = [[*range(place.start, place.end)] for place in places]

@@ -78,7 +78,7 @@ def finish(ranks):
         ("forward", "backward"),
     ),
 )
-def test_every_send_meets_its_receive_and_no_rank_waits_in_a_circle(ranks, mask, layout, route, groups, walk):
+def test_every_send_meets_its_receive_without_a_deadlock(ranks, mask, layout, route, groups, walk):
     if route == "double-ring:2" and (ranks % 2 or ranks == 2):
         route = "ring"
     length = ranks * TOKENS

@@ -65,7 +65,7 @@ def test_cross_attention_of_unequal_lengths(layout, mask, num_keys, route):
 
 @given(layouts | st.integers(1, 8).flatmap(custom_layouts), masks, st.sampled_from(ROUTES))
 @examples(300)
-def test_blocks_carry_what_later_ranks_need_and_gradients_reach_their_owner_once(layout, mask, route):
+def test_blocks_carry_needed_keys_and_gradients_arrive_once(layout, mask, route):
     assume(exists(route, layout.ranks))
     schedules = [make_schedule(layout, mask, rank, None, route) for rank in range(layout.ranks)]
     tokens = [layout.tokens_of(rank) for rank in range(layout.ranks)]

@@ -88,7 +88,7 @@ def test_links_between_nodes_carry_what_crosses_them():
     assert grouped.inter_node_bytes == block  # of twice the tokens and half the heads
 
 
-def test_what_is_sent_to_its_owner_waits_for_what_was_added_before():
+def test_a_sum_for_its_owner_waits_for_earlier_sums():
     """Two inner rings of two: over the slow link come two blocks, the gradient of the first and, behind the second, the
     gradient that the last hop adds to; only then can that be sent to its owner, over the fast link.
     """
@@ -131,7 +131,7 @@ def test_no_rank_takes_much_longer_than_those_that_are_looked_at(layout, ranks, 
             assert one.seconds < 1.1 * timing.slowest(looked_at).seconds, name
 
 
-def test_under_a_window_the_rank_between_the_first_and_the_last_is_looked_at():
+def test_with_a_window_a_middle_rank_is_timed():
     """Where queries travel the first rank gets no results of other ranks, and the last one no queries."""
     layout, mask, speeds = rs.Layout("contiguous", 48, 3), rs.sliding_window(12), Speeds(1e12, 1e6, 1e6, 8)
     alone = [
@@ -142,14 +142,14 @@ def test_under_a_window_the_rank_between_the_first_and_the_last_is_looked_at():
     assert forward_pass(layout, mask, "pass-q", HEADS, speeds) == alone[1]
 
 
-def test_of_packed_documents_the_rank_with_the_longest_one_is_looked_at():
+def test_with_documents_the_rank_of_the_longest_is_timed():
     layout, mask = rs.Layout("contiguous", 6 * 32, 6), rs.documents([8] * 8 + [32] + [8] * 12)
     assert forward_pass(layout, mask, "all-gather", HEADS, NEAR).compute_seconds == pytest.approx(
         max(make_schedule(layout, mask, rank).num_pairs for rank in range(6)) * 4 * 8 * 16 / 1e12
     )
 
 
-def test_a_ring_over_two_nodes_waits_for_the_rank_to_which_most_comes_from_the_other():
+def test_a_ring_over_two_nodes_waits_for_the_busiest_link():
     """Causal zigzag goes down the ring: rank 1 gets blocks 2 and 3 from rank 2, and of block 0 the early chunk."""
     layout, speeds = rs.Layout("zigzag", 4 * 64, 4), Speeds(1e15, 1e9, 1e6, 2)
     block = 64 * HEADS.kv_numbers * HEADS.itemsize

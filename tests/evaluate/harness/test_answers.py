@@ -41,7 +41,7 @@ def counted(settings: HarnessSettings, out: str, killed_after: int | None) -> tu
 
 
 @pytest.mark.long
-def test_a_killed_run_answers_what_is_left_and_has_lm_evals_own_results(tmp_path):
+def test_a_killed_run_answers_the_rest_and_equals_lm_eval(tmp_path):
     from lm_eval import simple_evaluate
 
     from ringspan.evaluate.harness.run import known_tasks, rows_of
@@ -82,7 +82,7 @@ def not_continued(mesh: DeviceMesh, folder: Path, file: Path) -> str:
     return str(raised.value)
 
 
-def test_a_model_whose_answers_depend_on_those_before_is_not_continued(pool, tmp_path):
+def test_a_model_with_dependent_answers_is_not_resumed(pool, tmp_path):
     folder = save(tmp_path / "model", max_position_embeddings=32, rope_parameters=DYNAMIC)
     for said in pool.run(not_continued, 2, folder, tmp_path / "kept.jsonl"):
         assert "kept.jsonl': the rotary frequencies of this model depend on the texts that it read before" in said

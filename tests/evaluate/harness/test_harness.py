@@ -103,7 +103,7 @@ def ring_answers(mesh: DeviceMesh, folder: Path, method: str, every: list[tuple[
     return asked(RingLM(rs.parallelize(model, mesh), tokenizer, **options), method, *every)
 
 
-def test_generation_settings_mean_what_they_mean_to_lm_evals_own_model(pool, expected):
+def test_generation_settings_mean_the_same_as_in_lm_eval(pool, expected):
     """A stop string that begins in the context is none; max_length has the context; all stop where the first beam
     does.
     """
@@ -129,7 +129,7 @@ def ring_answers_at_length(mesh: DeviceMesh, folder: Path, every: list[tuple[Any
     return asked(RingLM(rs.parallelize(model, mesh), tokenizer), "generate_until", *every)
 
 
-def test_an_answer_is_as_long_as_the_task_lets_it_be_whatever_the_model_says(pool, expected):
+def test_a_task_sets_the_length_of_an_answer(pool, expected):
     every = [("hello", {"until": [], "max_gen_toks": 8, "pad_token_id": None})]
     wanted = asked(own_model(expected[0]), "generate_until", ("hello", {"until": [], "max_gen_toks": 8}))
     assert pool.run(ring_answers_at_length, 2, expected[0], every) == [wanted] * 2
@@ -147,7 +147,7 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 
 
 @pytest.mark.parametrize(("rope", "positions"), [(LONGROPE, 256), (DYNAMIC, 32)], ids=["longrope", "dynamic"])
-def test_requests_on_both_sides_of_the_original_length_share_nothing(pool, tmp_path, rope, positions):
+def test_requests_around_the_original_length_share_nothing(pool, tmp_path, rope, positions):
     folder = save(tmp_path / "model", max_position_embeddings=positions, rope_parameters=rope)
     context = "the quick brown fox jumps ove"
     every = [(context, end) for end in (" a", " lazy dogs and some more text", " b", " lazy dogs and cats", "r")]

@@ -126,7 +126,7 @@ def test_chunks_that_do_not_fill_registers_are_refused():
 
 @pytest.mark.long
 @pytest.mark.parametrize(("dtype", "size", "options"), CASES)
-def test_the_compiler_of_a_tpu_takes_it_and_lets_blocks_travel_while_kernels_run(dtype, size, options):
+def test_the_tpu_compiler_overlaps_transfers_with_kernels(dtype, size, options):
     pytest.importorskip("libtpu", reason="needs jax[tpu], with which JAX compiles for TPUs anywhere")
     messages = covered_messages(lowered(tpus("v5e:2x2"), dtype, size, **options).compile().as_text())
     assert len(messages) >= 3 and all(messages)

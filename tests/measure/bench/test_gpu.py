@@ -43,7 +43,7 @@ FIRST = f"print('{gpu._PREFIX}' + '{{\"result\": 1}}', flush=True); "
         ("", [None, "it ended with 0", "it ended with 0"]),
     ],
 )
-def test_a_row_that_fails_says_why_and_the_next_has_a_process_of_its_own(monkeypatch, code, errors):
+def test_a_failing_row_is_reported_and_the_next_runs(monkeypatch, code, errors):
     started = []
 
     def follow(command, left, end, limit):

@@ -69,7 +69,7 @@ def test_auto_takes_what_computes_least_again_and_fits():
         choose_checkpoint(model, 100, 999, torch.float32)
 
 
-def test_auto_has_layers_share_an_input_before_it_runs_the_ring_again():
+def test_auto_shares_inputs_before_it_reruns_the_ring():
     """32 layers: what they keep falls from step to step, and each is taken until it no longer fits."""
     model = config("llama", num_hidden_layers=32)
     ladder, budget = [], 1 << 40

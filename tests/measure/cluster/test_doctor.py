@@ -168,7 +168,7 @@ def test_what_is_too_old_is_what_pip_would_not_install():
         assert f"{name}>={'.'.join(map(str, least))}" in project["dependencies"]
 
 
-def test_ranks_that_do_not_come_together_are_a_problem_that_stops(monkeypatch):
+def test_ranks_that_do_not_meet_are_a_problem_that_stops(monkeypatch):
     def fail(*_):
         raise RuntimeError("rank 1 failed: no route to host")
 

@@ -21,7 +21,7 @@ def test_only_what_goes_to_the_other_node_is_held_to_the_rate(rank, others):
 @pytest.mark.parametrize(
     "case", LINK_DECIDES, ids=lambda case: f"{case['gigabits']}-{case['length']}-{case['kv_heads']}"
 )
-def test_where_the_link_decides_the_model_is_right_and_so_is_the_route_that_auto_takes(case):
+def test_the_link_model_and_its_choice_of_route_are_right(case):
     for route, found in case["routes"].items():
         for which in ("forward", "forward_backward"):
             assert 0.7 < found[f"{which}_seconds"] / found[f"predicted_{which}_seconds"] < 1.25, route

@@ -30,7 +30,7 @@ def link() -> None:
 
 @pytest.mark.alone
 @pytest.mark.usefixtures("link")
-def test_a_transfer_shows_on_a_slow_link_and_hides_behind_enough_work():
+def test_a_transfer_shows_on_a_slow_link_and_hides_under_work():
     # Far from the crossing on either side, a factor 10 and 8, since a test machine does other things meanwhile.
     slow, busy = overlap.measure(
         [

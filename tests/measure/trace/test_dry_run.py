@@ -166,7 +166,7 @@ def test_what_segments_of_layers_keep_is_counted_to_a_percent(checkpoint, layers
 
 
 @pytest.mark.parametrize(("vocabulary", "checkpoint"), [*zip((501, 502, 501), CHECKPOINT_NAMES, strict=True)])
-def test_the_sums_of_tensor_parallelism_are_those_that_the_step_asks_for(monkeypatch, checkpoint, vocabulary):
+def test_tensor_parallel_sums_are_those_of_the_step(monkeypatch, checkpoint, vocabulary):
     """A sum over two ranks brings each as many bytes as it has. A vocabulary that is not split needs none."""
     setting = Setting(length=256, ring=2, tp=2, checkpoint=checkpoint)
     config = models.config("llama", **SIZES | {"vocab_size": vocabulary})
@@ -193,7 +193,7 @@ def test_what_dtensor_makes_to_foresee_shapes_is_not_counted():
     assert len(held) == 2 and counted.peak.total_bytes == 2 * x.to_local().nbytes
 
 
-def test_a_trace_without_the_inside_of_the_ring_would_miss_its_buffers(monkeypatch):
+def test_a_trace_includes_the_buffers_of_the_ring(monkeypatch):
     config = models.config("llama", **WIDE | {"intermediate_size": 256})
     setting = Setting(length=32_768, ring=4, checkpoint="full")
     inside = trace(config, setting).peak.total_bytes

@@ -71,7 +71,7 @@ def test_a_name_of_two_devices_is_taken_for_one_and_says_so(written, taken, othe
     assert f"--device {written} is taken as {DEVICES[taken].title}" in found.note and other in found.note
 
 
-def test_every_device_goes_by_its_name_and_its_title_and_by_no_other_ones():
+def test_a_device_has_its_name_and_title_and_no_others():
     essences = [_essence(name) for name in DEVICES]
     assert len(set(essences)) == len(essences)
     for name, each in DEVICES.items():

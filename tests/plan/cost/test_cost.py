@@ -24,7 +24,7 @@ def test_model_flops_are_those_that_training_reports():
     assert model_flops(LLAMA, length) == pytest.approx(expected, rel=1e-4)
 
 
-def test_with_links_that_cost_nothing_a_step_is_its_flops_at_the_efficiencies():
+def test_with_free_links_a_step_is_its_flops():
     setting = Setting(length=65_536, ring=4, checkpoint="none")
     ideal = replace(FAST, matmul_efficiency=1.0, attention_efficiency=1.0)
     step = step_cost(LLAMA, setting, ideal, batch=1)
@@ -35,7 +35,7 @@ def test_with_links_that_cost_nothing_a_step_is_its_flops_at_the_efficiencies():
     assert step.mfu == pytest.approx(step.flops / (step.flops + extra), rel=1e-3)
 
 
-def test_checkpointing_costs_a_forward_pass_and_attention_only_when_it_is_not_kept():
+def test_checkpointing_costs_a_forward_pass():
     seconds = {
         name: step_cost(LLAMA, Setting(length=131_072, ring=4, checkpoint=name), FAST, 1).seconds
         for name in ("none", "attention", "full")
@@ -47,7 +47,7 @@ def test_checkpointing_costs_a_forward_pass_and_attention_only_when_it_is_not_ke
 
 
 @pytest.mark.parametrize("checkpoint", ["attention", "full"])
-def test_inputs_that_are_made_again_cost_the_forward_pass_of_three_layers_in_four(checkpoint):
+def test_recomputed_inputs_cost_three_quarters_of_a_forward_pass(checkpoint):
     setting = Setting(length=131_072, ring=4, checkpoint=checkpoint)
     plain, shared = (
         step_cost(LLAMA, replace(setting, layers_per_checkpoint=layers), FAST, 1).seconds for layers in (1, 4)
@@ -60,7 +60,7 @@ def test_inputs_that_are_made_again_cost_the_forward_pass_of_three_layers_in_fou
     assert shared - plain == pytest.approx(0.75 * forward, rel=1e-3)
 
 
-def test_a_step_of_the_optimizer_on_the_host_waits_for_the_link_and_the_hosts_memory():
+def test_an_optimizer_on_the_host_waits_for_link_and_memory():
     h100, setting = DEVICES["h100-80gb"], Setting(length=131_072, ring=4)
     plain, on_host = (step_cost(LLAMA, replace(setting, optimizer_on_host=where), h100, 1) for where in (False, True))
     numbers = 4 * LLAMA.parameters / 4  # bytes of a rank's float32 weights
@@ -95,12 +95,12 @@ def test_replicas_sum_their_gradients_once_a_step():
     assert four.shard_bytes == pytest.approx(4 * alone.shard_bytes + summed)
 
 
-def test_the_published_ratio_of_flops_for_a_dataset_at_a_million_tokens():
+def test_the_published_flops_ratio_at_a_million_tokens():
     hidden = MODELS["gpt-175b"].hidden
     assert round(dataset_flops_ratio(hidden, 1 << 20, 4096), 1) == 14.4
 
 
-def test_what_is_sent_in_fewer_bits_is_hidden_behind_smaller_blocks():
+def test_messages_in_fewer_bits_hide_behind_smaller_blocks():
     setting, link = Setting(length=65_536, ring=4, compute_dtype="float32"), 50e9
     exact, half, quarter = (
         block_tokens_for_overlap(LLAMA, replace(setting, comm_dtype=comm_dtype), FAST, link)

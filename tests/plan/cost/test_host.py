@@ -12,7 +12,7 @@ from ringspan.plan.search import Question
 LLAMA, H100 = MODELS["llama-3.1-8b"], DEVICES["h100-80gb"]
 
 
-def test_a_host_holds_one_weight_then_what_waits_there_then_a_copy_of_the_shards():
+def test_a_host_holds_a_weight_then_offload_then_a_shard_copy():
     setting = Setting(length=65_536, ring=8, optimizer_on_host=True)
     use = host_use(LLAMA, setting)
     assert use["load"] == 4 * LLAMA.vocab * LLAMA.hidden, "the embedding is larger than a layer"
@@ -50,5 +50,5 @@ def test_a_plan_says_that_the_host_cannot_hold_a_checkpoint():
     assert not any("cannot hold a checkpoint" in reason for reason in plan(use["save"] / 1e9, 16).reasons)
 
 
-def test_of_a_host_that_is_not_known_only_what_waits_there_is_asked():
+def test_an_unknown_host_is_asked_only_for_offloaded_bytes():
     assert plan(0).fits and not plan(0).setting.uses_host

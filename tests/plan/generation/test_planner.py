@@ -52,7 +52,7 @@ def test_a_prompt_that_one_device_cannot_hold_goes_on_a_ring():
     assert "does not hold it: 16.1 GB of weights, 262 GB of cache" in said(answer)
 
 
-def test_weights_that_do_not_fit_whole_are_gathered_for_every_token():
+def test_weights_that_do_not_fit_are_gathered_for_every_token():
     """GPT has no tensor parallelism: 350 GB in bfloat16 on a ring inside of a node."""
     answer = plan_text(question("gpt-175b", "h100", 16, prompt=1000))
     assert answer.fits and answer.text.ring == 8 and answer.text.weights == "sharded"
@@ -60,7 +60,7 @@ def test_weights_that_do_not_fit_whole_are_gathered_for_every_token():
     assert "2,048 learned positions" in said(plan_text(question("gpt-175b", "h100", 16, prompt=3000)))
 
 
-def test_more_tokens_than_the_model_was_made_for_are_refused_by_generate():
+def test_generate_refuses_more_tokens_than_positions():
     assert not plan_text(question(prompt=131_072 - 200)).is_refused
     answer = plan_text(question(prompt=131_072 - 199))
     assert answer.fits and answer.is_refused and answer.as_json()["positions"] == 131_072

@@ -62,7 +62,7 @@ def test_what_can_only_be_a_path_is_not_looked_for_on_the_hub(monkeypatch, capsy
         pass
 
 
-def test_nothing_is_asked_for_what_is_here_or_where_the_user_forbids_it(monkeypatch, tmp_path, unreachable):
+def test_the_hub_is_not_asked_for_local_or_forbidden_models(monkeypatch, tmp_path, unreachable):
     monkeypatch.setattr(hub, "out_of_reach", lambda: pytest.fail("asked the Hub"))
     with hub.from_hub("model.path", str(tmp_path)):
         assert not constants.HF_HUB_OFFLINE

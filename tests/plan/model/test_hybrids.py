@@ -136,7 +136,7 @@ def test_messages_of_many_spans_carry_maps(layout, ranks, reverse):
     assert sent == sent_states(rounds, owners[::-1] if reverse else owners)
 
 
-def test_states_cost_the_same_at_any_length_and_attention_does_not(tmp_path):
+def test_states_cost_the_same_at_any_length_unlike_attention(tmp_path):
     shape = shape_of(tmp_path, hybrid_config("qwen3_next"))
     sent = [
         [state_bytes(rs.Layout("zigzag", length, 4), kind, 2) for kind in shape.kinds if kind.scan]

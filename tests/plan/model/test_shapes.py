@@ -41,7 +41,7 @@ PUBLISHED = {
 }
 
 
-def test_every_built_in_model_has_its_published_number_of_parameters():
+def test_every_built_in_model_has_its_published_parameters():
     assert {name: MODELS[name].parameters for name in PUBLISHED} == PUBLISHED
     billions = {name: round(shape.parameters / 1e9, 1) for name, shape in MODELS.items() if name not in PUBLISHED}
     assert billions == {
@@ -74,7 +74,7 @@ DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
         ("qwen3", {"max_position_embeddings": 1234, "rope_parameters": {**DYNAMIC, "rope_type": "linear"}}),
     ],
 )
-def test_a_model_is_made_for_the_positions_that_generate_reads_from_its_config(tmp_path, kind, values):
+def test_a_model_has_the_positions_that_generate_reads(tmp_path, kind, values):
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 8}
     sizes |= {"num_key_value_heads": 4}
     written = {"model_type": kind, **sizes, "vocab_size": 11, **values}
@@ -96,7 +96,7 @@ def test_a_model_is_made_for_the_positions_that_generate_reads_from_its_config(t
         ("gpt2", {"n_embd": 60, "n_layer": 3, "n_head": 4, "n_positions": 77, "vocab_size": 101}),
     ],
 )
-def test_a_config_has_the_parameters_and_windows_of_the_model_that_transformers_builds(tmp_path, kind, changes):
+def test_a_config_has_the_parameters_and_windows_of_its_model(tmp_path, kind, changes):
     config = AutoConfig.for_model("gpt2", **changes) if kind == "gpt2" else models.config(kind, **changes)
     (tmp_path / "config.json").write_text(config.to_json_string(use_diff=False))
     shape = model_shape(str(tmp_path))

@@ -215,7 +215,7 @@ def test_a_plan_counts_towers_and_says_what_they_take():
     assert "towers" not in make_plan(question(model_shape("qwen3-0.6b"), 1 << 12)).as_json()
 
 
-def test_a_step_with_more_frames_takes_longer_and_a_larger_ring_less():
+def test_more_frames_take_longer_and_a_larger_ring_less():
     device = DEVICES["h100-80gb"]
     few = shape_of("qwen3_vl", read_media(None, "480x16x8", None))
     many = replace(few, towers=tuple(replace(tower, units=2 * tower.units) for tower in few.towers))

@@ -217,7 +217,7 @@ def test_a_prompt_and_then_token_after_token(kind, real, has_sinks):
     check(Text(99, kind, real, has_sinks=has_sinks), 3, [(41, True), (17, True), (9, False), *[(1, False)] * 32])
 
 
-def test_the_merge_weighs_shares_by_what_they_saw_and_counts_sinks_once():
+def test_merging_weighs_shares_and_counts_sinks_once():
     """Three shares of a key each, of which one saw nothing."""
     lses = torch.tensor([0.5, -torch.inf, -1.0])
     sinks = torch.tensor([0.25])

@@ -275,7 +275,7 @@ def test_the_loop_sends_waits_and_holds_what_its_events_say(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("route", ["ring", "pass-q"])
 @pytest.mark.parametrize("layout", LAYOUT_NAMES)
-def test_what_a_plan_takes_a_kernel_for_is_what_the_loop_holds_with_it(layout, route, dtype):
+def test_a_plan_and_the_loop_take_the_same_kernel(layout, route, dtype):
     """One that returns what it makes of each piece, and one that adds up in place and needs nothing beside."""
     split, ranks, groups = rs.Layout(layout, 96, 4), 4, 2
     shape = Shape(2, 4, 2, 8, 8, dtype.itemsize)

@@ -77,7 +77,7 @@ def uneven(mesh, layout, is_first):
 @pytest.mark.parametrize(
     ("layout", "tokens"), [(rs.balanced(rs.documents([9, 7]), length=16, ranks=2), 7), ("zigzag", 5)], ids=str
 )
-def test_tensors_that_do_not_fit_the_layout_on_one_rank_are_refused_on_all(pool, layout, tokens, is_first):
+def test_tensors_that_do_not_fit_on_one_rank_raise_on_all(pool, layout, tokens, is_first):
     for outcome in pool.outcomes(uneven, 2, layout, is_first):
         assert isinstance(outcome, rs.PeerMismatch) and "different layout: rank 0: " in str(outcome)
         assert f"{tokens} local tokens, but" in str(outcome)
@@ -170,7 +170,7 @@ def unequal(mesh, what):
 
 
 @pytest.mark.parametrize("what", OTHER)
-def test_unequal_arguments_are_refused_on_every_rank_before_anything_moves(pool, what):
+def test_unequal_arguments_raise_on_every_rank_first(pool, what):
     for outcome in pool.outcomes(unequal, 3, what):
         assert isinstance(outcome, rs.PeerMismatch)
         assert what in str(outcome) and "rank 1" in str(outcome)
@@ -225,7 +225,7 @@ def test_the_operator_passes_torchs_own_checks():
     torch.library.opcheck(torch.ops.ringspan.ring_attention, (q, k, v, *PLAIN))
 
 
-def test_a_gradient_through_the_log_sum_exp_is_refused_and_not_dropped():
+def test_a_gradient_through_the_log_sum_exp_is_refused():
     q, k, v, _ = (x.requires_grad_() for x in tensors(8))
     out, lse = torch.ops.ringspan.ring_attention(q, k, v, *PLAIN)
     assert out.requires_grad and not lse.requires_grad

@@ -377,7 +377,7 @@ def test_float64_stays_float64():
 
 
 @pytest.mark.parametrize(("comm_dtype", "limit"), [("bfloat16", 3e-3), ("int8", 1.2e-2), ("float8", 5e-2)])
-def test_a_coded_block_costs_the_same_error_on_any_number_of_ranks(comm_dtype, limit):
+def test_a_coded_block_has_one_error_on_any_number_of_ranks(comm_dtype, limit):
     problem = Problem(256, rs.causal(), batch=2, heads=4, groups=2, size=32, is_uneven=True)
     errors = [max(problem.errors("zigzag", ranks, comm_dtype=comm_dtype)) for ranks in (2, 4, 8)]
     assert limit / 10 < min(errors) and max(errors) < limit

@@ -282,7 +282,7 @@ def drawn_by_each_rank(mesh: DeviceMesh) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("ranks", "replicate"), [(3, 1), (4, 2), (4, 4)])
-def test_weights_that_ranks_have_drawn_differently_become_those_of_the_first(pool, ranks, replicate, capfd):
+def test_weights_drawn_differently_become_those_of_rank_0(pool, ranks, replicate, capfd):
     results = pool.run(drawn_by_each_rank, ranks, replicate=replicate)
     if replicate == 1:
         expected = dict(build("llama", seed=0).named_parameters())
@@ -305,7 +305,7 @@ def test_a_loader_gives_replicas_different_examples(shuffle):
     assert (epochs[0] != epochs[1]) == shuffle
 
 
-def test_a_loop_that_leaves_an_epoch_early_sees_other_examples_in_the_next():
+def test_a_loop_that_leaves_an_epoch_sees_other_examples_next():
     sampler = rs.sampler(range(64), replicas()[0], shuffle=True)
     first = [next(iter(sampler)) for _ in range(8)]
     assert len(set(first)) > 1
@@ -371,7 +371,7 @@ def test_a_tensor_with_gaps_has_the_digest_of_its_copy(shape):
     assert digest_values(x) == digest_values(x.clone())
 
 
-def test_the_rank_of_a_call_in_another_group_is_its_own_in_the_world(pool):
+def test_the_rank_of_a_call_in_a_group_is_that_of_the_world(pool):
     for outcome in pool.outcomes(step, 4, "tokens", replicate=2):
         assert "rank 2: digest" in str(outcome) and "rank 3: digest" in str(outcome) and "rank 0" not in str(outcome)
     assert not dist.is_initialized()

@@ -264,7 +264,7 @@ def checkpointed_before(mesh: DeviceMesh, checkpoint: Any) -> Any:
     return step(rs.parallelize(model, mesh, checkpoint=checkpoint), mesh)
 
 
-def test_checkpointing_that_was_on_before_gives_way_or_is_refused(pool):
+def test_earlier_checkpointing_is_replaced_or_refused(pool):
     check(pool.run(checkpointed_before, 2, "attention"), step(build("llama")))
     for outcome in pool.outcomes(checkpointed_before, 2, "none"):
         assert isinstance(outcome, rs.ConfigError) and "gradient_checkpointing_disable()" in str(outcome)

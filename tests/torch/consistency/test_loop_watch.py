@@ -77,7 +77,7 @@ def test_a_rank_that_stays_away_is_named_within_the_time_out(tmp_path, what, ste
 
 
 @pytest.mark.alone
-def test_a_loop_may_take_its_time_between_calls_and_ranks_may_end_one_after_the_other(tmp_path):
+def test_a_slow_loop_and_ranks_that_end_in_turn_are_not_hangs(tmp_path):
     codes, errors = ended(tmp_path, loop, "nothing", tmp_path, seconds=2)
     assert codes == [0, 0] and not any("ringspan:" in error for error in errors), errors
 

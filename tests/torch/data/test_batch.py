@@ -137,7 +137,7 @@ def test_documents_behind_padding_stay_apart(said):
     ],
     ids=str,
 )
-def test_the_digest_of_a_batch_sees_what_is_in_it_and_not_which_rank_asks(change, places):
+def test_the_digest_of_a_batch_depends_on_content_not_on_rank(change, places):
     whole = {"input_ids": tokens(1, 6), "labels": tokens(1, 6)}
     same, changed = (torch.stack([part["batch_digest"] for part in parts(one, 3)]) for one in (whole, whole | change))
     assert same.shape == (3, 4) and (same == same[0]).all() and (changed == changed[0]).all()
@@ -255,7 +255,7 @@ def gather_differently(mesh: DeviceMesh, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["runs", "shape", "dtype"])
-def test_ranks_that_would_put_a_tensor_together_differently_raise(pool, what):
+def test_ranks_that_would_assemble_tensors_differently_raise(pool, what):
     differs = "different layout" if what == "runs" else "unshard"
     for outcome in pool.outcomes(gather_differently, 2, what):
         assert isinstance(outcome, rs.PeerMismatch) and differs in str(outcome)

@@ -117,7 +117,7 @@ def test_the_gradient_of_the_head_adds_up_in_float32():
     assert weight.grad is not None and weight.grad.flatten().tolist() == [-160.0, 160.0]
 
 
-def test_the_inputs_survive_and_gradients_are_only_computed_when_wanted():
+def test_inputs_survive_and_gradients_are_computed_on_demand():
     hidden, weight = torch.randn(8, 4), torch.randn(9, 4, requires_grad=True)
     kept = hidden.clone(), weight.clone()
     targets = torch.zeros(8, dtype=torch.int64)
@@ -195,7 +195,7 @@ def test_targets_outside_of_the_vocabulary_are_refused(target):
         rs.blockwise_cross_entropy(torch.zeros(2, 4), torch.zeros(9, 4), torch.tensor([0, target]))
 
 
-def test_ligers_kernel_is_chosen_on_cuda_where_it_sums_in_float32(monkeypatch):
+def test_ligers_kernel_is_chosen_on_cuda_if_it_sums_in_float32(monkeypatch):
     """The choice alone: what stands for the package here never computes."""
 
     def fused(hidden, weight, target, bias=None, accum_dtype=None): ...
@@ -227,7 +227,7 @@ def test_ligers_kernel_is_chosen_on_cuda_where_it_sums_in_float32(monkeypatch):
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 @pytest.mark.parametrize("chunk_vocabulary", [None, 17])
 @pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
-def test_under_autocast_hidden_states_may_have_another_dtype_than_the_head(dtypes, chunk_vocabulary, reduction):
+def test_under_autocast_hidden_states_may_differ_in_dtype(dtypes, chunk_vocabulary, reduction):
     """A final norm that keeps the dtype of its input gives bfloat16 where weights are float32 (Gemma)."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(23, 8, generator=generator).to(dtypes[0]).requires_grad_()
@@ -254,6 +254,6 @@ def share_differently(mesh: DeviceMesh, what: str) -> None:
 
 
 @pytest.mark.parametrize("what", ["tokens", "softcap"])
-def test_ranks_that_share_a_vocabulary_and_differ_otherwise_raise(pool, what):
+def test_ranks_that_share_a_vocabulary_but_differ_raise(pool, what):
     for outcome in pool.outcomes(share_differently, 2, what):
         assert isinstance(outcome, rs.PeerMismatch)

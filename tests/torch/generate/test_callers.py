@@ -111,7 +111,7 @@ def by_any_name(mesh: DeviceMesh, name: str) -> tuple[torch.Tensor, torch.Tensor
         return ids, model(ids[:, -1:], **{name: cache}).logits, cache.get_seq_length()
 
 
-def test_a_cache_is_taken_by_each_name_that_releases_of_transformers_give_it(pool):
+def test_a_cache_is_accepted_under_each_name_of_transformers(pool):
     expected = plain(models.model("llama"), models.prompt(40)).sequences[:, :45]
     found = [pool.run(by_any_name, 2, name)[0] for name in ("past_key_values", "cache", "cache_params")]
     for ids, logits, held in found:

@@ -325,7 +325,7 @@ def refused_in_turn(mesh: DeviceMesh) -> None:
             refused(model, mesh, case)
 
 
-def test_what_cannot_be_honoured_raises_on_every_rank_and_the_next_call_is_as_the_first(pool):
+def test_unsupported_options_raise_everywhere_and_leave_no_trace(pool):
     pool.run(refused_in_turn, 2)
 
 

@@ -35,14 +35,14 @@ def on_ring(mesh: DeviceMesh, kind: str) -> tuple[torch.Tensor, torch.Tensor]:
         "ministral3",  # a factor on queries by position
     ],
 )
-def test_the_text_of_a_kind_that_is_special_is_that_of_one_process(pool, kind):
+def test_the_text_of_special_types_equals_one_process(pool, kind):
     ids, logits = text(tiny_model(kind))
     for found, found_logits in pool.run(on_ring, 2, kind):
         assert torch.equal(found, ids)
         assert (found_logits - logits).norm() < LIMIT * logits.norm()
 
 
-def test_a_layer_that_sees_more_than_its_config_says_is_refused_by_name(pool):
+def test_a_layer_that_sees_more_than_its_config_is_refused(pool):
     """Of Moshi's window the mask knows nothing, and on one process its cache forgets by it all the same."""
     for outcome in pool.outcomes(on_ring, 2, "moshi"):
         assert isinstance(outcome, rs.UnsupportedError)

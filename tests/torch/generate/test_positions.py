@@ -85,7 +85,7 @@ def test_a_pass_over_a_cache_counts_padding_as_transformers_does(pool, kind):
         ({"input_ids": models.prompt(33), "max_new_tokens": 1}, "prompt of 33"),
     ],
 )
-def test_a_text_that_would_leave_the_table_raises_on_every_rank_before_it_is_read(pool, options, says):
+def test_a_text_beyond_the_table_raises_before_it_is_read(pool, options, says):
     for outcome in pool.outcomes(beyond_the_end, 2, options):
         assert isinstance(outcome, rs.UnsupportedError)
         assert says in str(outcome) and "lower max_new_tokens" in str(outcome)
@@ -107,7 +107,7 @@ def texts_and_warnings(mesh: DeviceMesh) -> tuple[list[torch.Tensor], list[str]]
     return texts, said
 
 
-def test_a_text_beyond_what_a_rotary_model_was_made_for_is_said_once_and_written(pool):
+def test_a_text_beyond_a_rotary_model_is_logged_and_written(pool):
     model = models.model("llama", max_position_embeddings=POSITIONS)
     expected = [plain(model, models.prompt(length), max_new_tokens=5).sequences for length in (27, 28, 50)]
     for rank, (texts, said) in enumerate(pool.run(texts_and_warnings, 2)):

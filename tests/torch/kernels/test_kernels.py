@@ -158,7 +158,7 @@ def test_a_scale_of_zero_gives_every_key_the_same_weight():
         torch.testing.assert_close(dv, torch.ones_like(v))
 
 
-def test_plain_pytorch_keeps_scores_that_differ_by_more_than_a_float_holds():
+def test_eager_keeps_scores_further_apart_than_a_float_holds():
     """The probabilities of some are denormal, of others 0; and what is forbidden is far above what is allowed."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(1, 1, 300, 4, generator=generator).double() for _ in range(3))
@@ -223,7 +223,7 @@ def test_auto_takes_the_first_kernel_that_knows_the_tiles():
             assert kernels.serving("auto", q.bfloat16(), q, PLAIN) == names
 
 
-def test_documents_of_ever_new_lengths_leave_cudnn_with_few_plans(monkeypatch):
+def test_documents_of_new_lengths_leave_cudnn_with_few_plans(monkeypatch):
     """Each size is a plan of its own, which takes longer to make than a hop to compute."""
     monkeypatch.setattr(kernels, "_planned", set())
     numbers, q, sizes = np.random.default_rng(0), torch.zeros(1, 2, 8, 16), set()
@@ -236,7 +236,7 @@ def test_documents_of_ever_new_lengths_leave_cudnn_with_few_plans(monkeypatch):
     assert 0 < len(sizes) <= 64
 
 
-def test_cudnn_is_not_chosen_where_gradients_must_repeat_to_the_bit():
+def test_cudnn_is_not_chosen_if_gradients_must_be_deterministic():
     schedule, q = make_schedule(Layout("contiguous", 8, 1), rs.causal(), 0), torch.zeros(1, 2, 8, 16)
 
     def chosen():

@@ -88,7 +88,7 @@ def test_it_is_one_launch_a_hop(monkeypatch):
     assert len(made) == 2 * 2 and max(len(launch.tiles) for launch in made) >= 7
 
 
-def test_the_operator_runs_it_by_name_and_auto_never_interprets_it():
+def test_the_operator_runs_triton_by_name_and_auto_does_not():
     q, k, v = (torch.randn(1, heads, 24, 16, requires_grad=True) for heads in (4, 2, 2))
     ours, theirs = (rs.ring_attention(q, k, v, kernel=kernel) for kernel in ("triton", "eager"))
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-6)

@@ -68,7 +68,7 @@ def test_an_embedding_with_a_gradient_of_its_own_keeps_it(option):
     assert type(model[0]) is nn.Embedding
 
 
-def test_it_takes_memory_for_some_columns_however_long_the_sequence(monkeypatch):
+def test_memory_is_for_some_columns_at_any_length(monkeypatch):
     """Beside the result: a column in float64 of all rows and tokens, and what the next one is made from."""
     monkeypatch.setattr(embedding, "_NUMBERS", 1)
     tokens, gradient = looked_up(torch.bfloat16)

@@ -64,7 +64,7 @@ def padded_left(mesh, kind):
 
 
 @pytest.mark.parametrize("kind", TABLES)
-def test_positions_behind_padding_on_the_left_are_those_of_transformers(pool, kind):
+def test_positions_after_left_padding_equal_transformers(pool, kind):
     """Counted with the padding, but for OPT's."""
     assert pool.run(padded_left, 2, kind) == pytest.approx([padded_left(None, kind)] * 2, rel=1e-6)
 
@@ -128,7 +128,7 @@ def rope(kind, **values):
     ],
     ids=["default", "linear", "dynamic to 32", "dynamic to 24"],
 )
-def test_longer_than_the_model_was_made_for_is_said_once_and_saved(pool, tmp_path, changes, says, saved):
+def test_longer_than_the_model_allows_is_logged_once_and_saved(pool, tmp_path, changes, says, saved):
     (first, config), (second, _) = pool.run(trained_length, 2, tmp_path, changes)
     assert config.max_position_embeddings == saved
     assert second == [] and len(first) == says

@@ -120,9 +120,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("ranks", "replicate", "layout", "steps", "padding", "options"), CASES)
-def test_it_does_so_however_the_tokens_are_split_and_whatever_is_kept(
-    pool, ranks, replicate, layout, steps, padding, options
-):
+def test_router_losses_hold_for_any_split_and_checkpoint(pool, ranks, replicate, layout, steps, padding, options):
     expected = one_process("mixtral", steps, replicate, padding, options.get("documents"))
     results = pool.run(on_the_ring, ranks, "mixtral", layout, steps, padding, options, replicate=replicate)
     compare(results, expected)
@@ -196,7 +194,7 @@ def scores_and_gradients(chunk_tokens: int) -> tuple[Tensor, dict[str, Tensor]]:
     return scores.detach(), gradients | {"hidden": hidden.grad}
 
 
-def test_scores_of_a_router_that_runs_in_blocks_are_whole_and_have_their_gradients():
+def test_router_scores_in_blocks_are_whole_with_gradients():
     (scores, gradients), (whole_scores, whole_gradients) = scores_and_gradients(5), scores_and_gradients(0)
     assert relative(scores, whole_scores) < 1e-6
     for name, gradient in whole_gradients.items():

@@ -67,7 +67,7 @@ def ring_steps(mesh: DeviceMesh, kind: str) -> list[Any]:
     ("kind", "ranks"),
     [("gemma3_text", 2), *long(("llama-tied", 2), *product(("llama-tied", "gemma3_text"), (1, 4)))],
 )
-def test_every_option_alone_and_together_keeps_loss_and_gradients(pool, kind, ranks):
+def test_options_alone_and_together_keep_loss_and_gradients(pool, kind, ranks):
     ids = tokens(2, LENGTH)
     expected = step(build(kind), {"input_ids": ids, "labels": ids})
     layers, local_tokens = 2, 2 * -(-LENGTH // (2 * ranks)) * 2

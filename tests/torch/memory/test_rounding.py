@@ -91,7 +91,7 @@ def run(mesh: DeviceMesh, settings: dict[str, Any], reload_after: int) -> list[T
 
 
 @pytest.mark.parametrize("settings", [{"rounding": "stochastic"}, {"rounding": "master", "on_host": True}])
-def test_replicas_round_alike_and_a_run_that_is_resumed_as_the_first_one(pool: Any, settings: dict[str, Any]):
+def test_replicas_round_equally_and_a_resumed_run_like_the_first(pool: Any, settings: dict[str, Any]):
     first, *others = pool.run(run, 4, settings, -1, replicate=2)
     resumed, *_ = pool.run(run, 4, settings, 1, replicate=2)
     for other in (*others, resumed):

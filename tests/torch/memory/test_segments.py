@@ -45,7 +45,7 @@ def gradients(layers: list[Layer], out: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("size", "autocast"), [(3, False), (2, True), (7, True), (9, False)])
-def test_gradients_are_the_same_with_dropout_and_autocast_and_only_the_first_input_of_a_segment_is_kept(size, autocast):
+def test_segments_keep_one_input_and_have_equal_gradients(size, autocast):
     torch.manual_seed(0)
     layers = [Layer() for _ in range(LAYERS)]
     casting = torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext()
@@ -88,7 +88,7 @@ def test_layers_between_which_something_happens_are_refused():
         run(layers, lambda layer, x: segments.checkpoint(layer, layer, x))
 
 
-def test_a_layer_that_raised_takes_no_part_in_what_is_computed_while_the_exception_is_held():
+def test_a_layer_that_raised_takes_no_part_in_later_passes():
     def broken(x: Tensor) -> Tensor:
         raise ValueError(f"no {tuple(x.shape)}")
 
@@ -122,6 +122,6 @@ def test_segments_of_layers_that_fsdp_splits(pool, checkpoint, size):
 @pytest.mark.parametrize(
     ("layers", "size", "inputs"), [(1, 1, 1), (2, 1, 2), (4, 2, 3), (12, 3, 6), (26, 4, 10), (32, 4, 11), (126, 9, 22)]
 )
-def test_the_most_frugal_segment_is_about_the_root_of_the_number_of_layers(layers, size, inputs):
+def test_the_most_frugal_segment_is_about_the_root_of_layers(layers, size, inputs):
     assert (frugal_segment(layers), num_inputs(layers, size)) == (size, inputs)
     assert num_inputs(layers, 1) == layers == num_inputs(layers, layers)

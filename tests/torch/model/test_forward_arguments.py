@@ -39,7 +39,7 @@ def test_an_argument_that_would_be_dropped_raises_on_every_rank(pool):
         assert isinstance(outcome, rs.UnsupportedError) and "pack documents with position_ids" in str(outcome)
 
 
-def test_an_argument_that_no_model_takes_raises_whatever_its_value():
+def test_an_unknown_argument_raises_whatever_its_value():
     with pytest.raises(rs.UnsupportedError, match=r"Model\.forward does not take 'num_item_in_batch', did you mean"):
         check_arguments("Model", {"num_item_in_batch": None})
 
@@ -91,7 +91,7 @@ def test_a_config_that_is_changed_afterwards_raises(kind, changes, message):
         check_configs(copies)
 
 
-def test_a_config_that_is_changed_afterwards_raises_on_every_rank(pool):
+def test_a_config_changed_later_raises_on_every_rank(pool):
     for outcome in pool.outcomes(after_parallelize, 2, {"return_dict": False}):
         assert isinstance(outcome, rs.UnsupportedError) and "config.return_dict" in str(outcome)
 
@@ -118,7 +118,7 @@ class Attention(nn.Module):
         ({"alibi_slopes": torch.zeros(2)}, "gives attention alibi_slopes, which the ring does not know"),
     ],
 )
-def test_what_a_layer_asks_of_attention_and_the_ring_does_not_compute_raises(arguments, message):
+def test_a_layer_request_that_the_ring_lacks_raises(arguments, message):
     check_attention(Attention(), {name: None for name in arguments if name != "alibi_slopes"})
     with pytest.raises(rs.UnsupportedError, match=message):
         check_attention(Attention(), arguments)
@@ -153,7 +153,7 @@ def with_a_window(mesh: DeviceMesh, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["qwen2_moe", "moshi"])
-def test_windows_are_those_of_the_masks_where_attention_is_not_told_them(pool, kind):
+def test_windows_come_from_masks_if_attention_is_not_told(pool, kind):
     """Qwen2 MoE slides by its masks alone; Moshi has a window in its config and in no mask."""
     for loss, expected in pool.run(with_a_window, 2, kind):
         assert relative(loss, expected) < 1e-6

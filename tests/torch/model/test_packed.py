@@ -108,7 +108,7 @@ def saved(mesh: DeviceMesh, base: Path, folder: Path) -> Any:
     return {name: whole(p.detach()) for name, p in model.named_parameters() if p.requires_grad}, made
 
 
-def test_peft_opens_the_adapter_of_a_model_that_transformers_quantised(pool, tmp_path):
+def test_peft_opens_the_adapter_of_a_quantised_model(pool, tmp_path):
     build("llama").save_pretrained(tmp_path / "base")
     (weights, made), _ = pool.run(saved, 2, tmp_path / "base", tmp_path / "adapter")
     assert {*(each.name for each in (tmp_path / "adapter").iterdir())} >= {"adapter_model.safetensors"}

@@ -303,7 +303,7 @@ def refused(mesh: DeviceMesh, how: str) -> None:
         ("labels", "labels is not supported on a ring; make the batch with rs.shard_batch"),
     ],
 )
-def test_what_an_adapted_model_on_the_ring_does_not_do_is_refused(pool, how, message):
+def test_unsupported_uses_of_an_adapted_model_raise(pool, how, message):
     for outcome in pool.outcomes(refused, 2, how):
         assert isinstance(outcome, rs.UnsupportedError) and message in str(outcome)
 

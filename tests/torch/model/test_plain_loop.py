@@ -215,6 +215,6 @@ def train_nothing(mesh: DeviceMesh, when: str, checkpoint: Any) -> None:
 
 
 @pytest.mark.parametrize(("when", "checkpoint"), [("before", "attention"), ("after", "none"), ("after", "full")])
-def test_a_model_whose_weights_are_all_frozen_has_no_backward_pass_as_on_one_process(pool, when, checkpoint):
+def test_a_frozen_model_has_no_backward_pass(pool, when, checkpoint):
     for outcome in pool.outcomes(train_nothing, 2, when, checkpoint):
         assert isinstance(outcome, RuntimeError) and "does not require grad" in str(outcome)

@@ -85,7 +85,7 @@ def on_ring(mesh: DeviceMesh, kind: str, frozen: tuple[str, ...], options: Any) 
         *long(("qwen3_vl", 2, ("language_model.layers",), {"checkpoint": "none"})),
     ],
 )
-def test_steps_with_evaluation_between_them_are_those_of_one_process(pool, kind, ranks, frozen, options):
+def test_steps_with_evaluation_between_equal_one_process(pool, kind, ranks, frozen, options):
     losses, weights = one_process(kind, frozen)
     for found, ours in pool.run(on_ring, ranks, kind, frozen, options):
         assert relative(found, losses) < 1e-9
@@ -100,7 +100,7 @@ def read(mesh: DeviceMesh, folder: str, kind: str) -> Any:
         return model(**rs.shard_batch(batch_of(kind, MANY), mesh)).loss
 
 
-def test_a_folder_gives_its_language_model_alone_as_transformers_does(pool, tmp_path):
+def test_a_folder_gives_its_language_model_as_transformers_does(pool, tmp_path):
     build("qwen3_5_moe", dtype=torch.float32).save_pretrained(tmp_path / "given")
     wrong = pool.run(there_and_back, 2, str(tmp_path / "given"), str(tmp_path / "saved"))
     assert wrong == [{}] * 2

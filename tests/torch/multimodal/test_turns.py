@@ -107,7 +107,7 @@ def in_turns(mesh: DeviceMesh, kind: str, folder: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_conversations_by_turns_are_those_of_one_process_that_reads_all(pool, kind, tmp_path):
+def test_conversations_by_turns_equal_one_process(pool, kind, tmp_path):
     results = pool.run(in_turns, 2, kind, str(tmp_path / "cache"))
     model = build(kind).eval()
     images, _, image, _ = parts_of(kind)
@@ -141,7 +141,7 @@ def load_of_before(mesh: DeviceMesh, folder: str, has_images: bool) -> Any:
     return model.load_cache(folder).ids
 
 
-def test_caches_of_before_are_loaded_where_positions_are_those_of_text(pool, tmp_path):
+def test_older_caches_load_if_positions_are_those_of_text(pool, tmp_path):
     assert torch.equal(pool.run(load_of_before, 2, str(tmp_path / "text"), False)[0], LATER)
     for outcome in pool.outcomes(load_of_before, 2, str(tmp_path / "images"), True):
         assert isinstance(outcome, CheckpointError) and "has images, and was saved by an earlier" in str(outcome)

@@ -104,7 +104,7 @@ def test_packed_documents_equal_each_alone(pool, number, kind):
 
 
 @pytest.mark.parametrize(("number", "kind"), [*KINDS[1::12], *long(*(x for x in KINDS if x not in KINDS[1::12]))])
-def test_float32_is_no_further_from_float64_than_twice_one_process(pool, number, kind):
+def test_float32_is_as_close_to_float64_as_one_process(pool, number, kind):
     ids = batch_of(1, 41)
     truth, plain = (one_process(kind, dtype, ids) for dtype in (torch.float64, torch.float32))
     ranks, layout = LAYOUTS[(number + 4) % len(LAYOUTS)]
@@ -147,7 +147,7 @@ def test_what_is_not_supported_raises_on_every_rank(pool, options, tp, message):
         assert message in str(outcome)
 
 
-def test_a_convolution_that_its_module_computes_itself_is_refused_by_name():
+def test_a_convolution_computed_by_its_module_is_refused():
     model = build("lfm2", torch.float32)
     model.model.layers[1].of_its_own = torch.nn.Conv1d(2, 2, 3)
     with pytest.raises(rs.UnsupportedError, match=r"layers.1.of_its_own is a convolution"):

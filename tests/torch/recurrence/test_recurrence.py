@@ -114,7 +114,7 @@ def test_the_error_does_not_grow_with_the_number_of_ranks(name):
 
 @settings(max_examples=40)
 @given(cut=cut_sequences(), taps=st.integers(1, 6))
-def test_a_convolution_reaches_back_over_spans_and_no_further_than_its_document(cut, taps):
+def test_a_convolution_reaches_back_within_its_document(cut, taps):
     lengths, starts = cut
     tokens, rows = sum(lengths), len(starts)
     generator = torch.Generator().manual_seed(0)
@@ -253,7 +253,7 @@ def test_what_a_layer_sends_does_not_depend_on_the_length(pool, name):
     assert sum(short) == 2 * 2 * (state + halo)
 
 
-def test_what_is_kept_is_not_computed_again_and_is_of_its_own_pass():
+def test_kept_states_are_not_recomputed_and_belong_to_their_pass():
     calls: list[Any] = []
 
     def checkpoint(function: Any, x: Tensor) -> tuple[Any, Any]:

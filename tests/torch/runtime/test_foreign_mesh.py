@@ -171,7 +171,7 @@ def descending(_: DeviceMesh, ranks: Any, names: tuple[str, ...]) -> list[str]:
         ([[2, 3], [0, 1]], ("replicate", "ring"), "[2, 0] along its axis 'replicate'"),
     ],
 )
-def test_ranks_in_another_order_than_their_process_groups_are_refused(pool, ranks, names, message):
+def test_ranks_ordered_unlike_their_process_groups_are_refused(pool, ranks, names, message):
     """A place on such a mesh is none in its groups: each rank would take the tokens of another one."""
     for said in pool.run(descending, 4, ranks, names):
         assert all(message in text for text in said), said

@@ -112,9 +112,7 @@ def test_thrifty_ranks_give_memory_back(monkeypatch):
         (fail_on_the_first, RuntimeError, "rank 0 failed", True),
     ],
 )
-def test_a_refusal_keeps_its_type_and_a_failure_names_its_rank_and_logs_a_traceback(
-    caplog, function, raised, message, traceback
-):
+def test_a_failure_names_its_rank_and_logs_a_traceback(caplog, function, raised, message, traceback):
     for name in _LOGGERS:
         logging.getLogger(name).addHandler(caplog.handler)
     try:
@@ -128,7 +126,7 @@ def test_a_refusal_keeps_its_type_and_a_failure_names_its_rank_and_logs_a_traceb
     assert not any(logging.getLogger(name).filters for name in _LOGGERS)
 
 
-def test_no_rank_says_what_the_launcher_says_of_an_output_that_cannot_be_written(tmp_path):
+def test_an_unwritable_output_is_reported_by_the_launcher_only(tmp_path):
     with pytest.raises(OutputError, match="No space left on device; make room"):
         launch(write_on_the_first, 2, str(tmp_path / "said"))
     assert (tmp_path / "said").read_text() == ""
@@ -194,7 +192,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.alone
-def test_a_launcher_that_is_told_to_end_ends_its_ranks_and_nobody_outlives_it(tmp_path):
+def test_a_launcher_told_to_end_ends_its_ranks(tmp_path):
     """One launcher after the other in one process, each with two ranks, and a signal to all of its process group."""
     with open(tmp_path / "errors", "wb") as errors:
         command = [sys.executable, "-c", LAUNCHES]

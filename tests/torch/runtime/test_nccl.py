@@ -172,7 +172,7 @@ def test_operators_are_kept_out_of_cuda_graphs():
 
 
 @pytest.mark.parametrize("name", [None, "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
-def test_training_lets_the_allocator_grow_unless_the_user_has_set_it_up(monkeypatch, name):
+def test_training_lets_the_allocator_grow_unless_configured(monkeypatch, name):
     for each in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(each, raising=False)
     if name is not None:

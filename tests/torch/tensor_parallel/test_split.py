@@ -68,7 +68,7 @@ def clipped_norm(mesh: DeviceMesh, limit: float) -> Any:
     return norm.full_tensor(), gradients, held
 
 
-def test_the_norm_counts_each_parameter_once_and_each_rank_holds_its_share(pool):
+def test_the_norm_counts_each_parameter_once(pool):
     model = build("qwen3", **EVEN)
     ids = tokens(2, 37)
     model(input_ids=ids, labels=ids).loss.backward()
@@ -100,7 +100,7 @@ def warnings_of_saving(mesh: DeviceMesh, folder: Path) -> list[str]:
     return lines
 
 
-def test_a_model_is_saved_without_advice_and_a_norm_is_one_sum_over_both_axes(pool, tmp_path):
+def test_a_split_model_saves_quietly_and_has_one_norm(pool, tmp_path):
     assert pool.run(warnings_of_saving, 4, tmp_path / "model", tp=2) == [[]] * 4
     assert pool.run(warnings_of_clipping, 4, tp=2) == [[]] * 4
 

@@ -70,7 +70,7 @@ def test_a_rank_that_is_given_something_else_is_named_by_all(pool, name, delay):
 
 
 @pytest.mark.alone
-def test_a_rank_that_is_given_something_else_is_named_in_half_a_second(pool):
+def test_a_rank_with_different_input_is_named_in_half_a_second(pool):
     assert max(pool.run(unequal, 4, "both known", 1)) < 0.1 + 0.5
 
 

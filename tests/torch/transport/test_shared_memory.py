@@ -99,7 +99,7 @@ def ranks_in_threads(monkeypatch):
     return make
 
 
-def test_a_message_that_does_not_come_ends_with_the_rank_that_owes_it(ranks_in_threads):
+def test_a_missing_message_ends_with_the_rank_that_owes_it(ranks_in_threads):
     reader, _, writer = ranks_in_threads(seconds=0.1)
     expected = reader.expect(2, 5, 8)
     with pytest.raises(RuntimeError, match="rank 2 of this ring has sent nothing for"):

@@ -185,7 +185,7 @@ def overwrite(mesh: Any, source: str, target: str, size: str) -> Any:
     return sorted(path.name for path in Path(target).iterdir())
 
 
-def test_new_weights_take_the_place_of_old_ones_and_leave_other_files(pool: Any, tmp_path: Path):
+def test_new_weights_replace_old_ones_and_leave_other_files(pool: Any, tmp_path: Path):
     written("llama", tmp_path / "given")
     target = tmp_path / "saved"
     tiny_model("gpt2").save_pretrained(target)
@@ -206,7 +206,7 @@ def save_after_a_forward_pass(mesh: Any, source: str, target: str) -> None:
     loss.backward()  # the pass is still there
 
 
-def test_weights_are_saved_between_a_forward_pass_and_its_backward_pass(pool: Any, tmp_path: Path):
+def test_weights_are_saved_between_forward_and_backward(pool: Any, tmp_path: Path):
     written("llama", tmp_path / "given")
     pool.run(save_after_a_forward_pass, 2, str(tmp_path / "given"), str(tmp_path / "saved"))
     assert not differences(stored(tmp_path / "saved"), stored(tmp_path / "given"))
@@ -240,9 +240,7 @@ def cannot_save(mesh: Any, source: str, target: str, how: str) -> str:
         ("distributed_checkpoint", r"UnsupportedError: save_pretrained\(distributed_checkpoint=True\)"),
     ],
 )
-def test_what_cannot_be_saved_is_named_everywhere_and_leaves_what_was_there(
-    pool: Any, tmp_path: Path, how: str, message: str
-):
+def test_an_impossible_save_is_named_and_leaves_old_files(pool: Any, tmp_path: Path, how: str, message: str):
     written("llama", tmp_path / "given")
     tiny_model("qwen2").save_pretrained(tmp_path / "old")
     before = stored(tmp_path / "old"), sorted(path.name for path in (tmp_path / "old").iterdir())

@@ -136,7 +136,7 @@ def test_the_template_has_every_key_with_its_default_and_loads(tmp_path: Path):
     assert whole.keys() == fields.keys()
 
 
-def test_an_override_reaches_into_the_model_config_and_leaves_the_rest(tmp_path: Path):
+def test_an_override_changes_only_its_key_of_the_model_config(tmp_path: Path):
     config = load_config(write(tmp_path, SCRATCH), ["model.config.hidden_size=32", 'data.paths=["c"]'])
     assert config.model.config_values() == {"model_type": "llama", "vocab_size": 300, "hidden_size": 32}
     assert config.data.paths == ("c",)

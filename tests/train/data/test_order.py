@@ -35,7 +35,7 @@ def test_every_epoch_takes_every_sequence_once(n: int, seed: int, batch: int, ac
         assert sorted(row[epoch * n : (epoch + 1) * n]) == list(range(n))
 
 
-def test_the_row_depends_on_the_seed_and_the_epoch_but_not_on_how_the_batch_is_made_up():
+def test_the_row_depends_on_seed_and_epoch_not_on_the_batch():
     row = row_of(order(batch=12, accumulation=1, replicate=1), 9)
     for batch, accumulation, replicate in ((1, 12, 1), (1, 1, 12), (2, 3, 2), (3, 2, 2)):
         assert row_of(order(batch=batch, accumulation=accumulation, replicate=replicate), 9) == row

@@ -81,7 +81,7 @@ def vocabulary(folder):
     return AutoTokenizer.from_pretrained(folder).get_vocab()
 
 
-def test_a_changed_text_is_named_and_asks_for_a_flag_and_the_tokenizer_stays(pool, folder):
+def test_a_changed_text_is_named_and_needs_a_flag(pool, folder):
     pool.run(train_and_listen, 4, run_settings(folder))
     began, first = vocabulary(folder / "run" / "tokenizer"), curve(folder / "run")
     write(folder, 1, "zyxwv utsrq " * 300)
@@ -148,7 +148,7 @@ def test_a_wrong_path_is_not_hidden_by_a_run_that_is_there(monkeypatch, capsys, 
 
 
 @pytest.mark.parametrize("every", [*long(0), 2])
-def test_a_model_that_cannot_be_written_leaves_its_weights_in_a_checkpoint(pool, folder, every):
+def test_a_model_that_cannot_be_written_is_in_a_checkpoint(pool, folder, every):
     weights = folder / "run" / "model" / "model.safetensors"
     pool.run(train_and_listen, 4, run_settings(folder, 2, every))
     older, config = weights.read_bytes(), run_settings(folder, STEPS, every)
@@ -166,7 +166,7 @@ def test_a_model_that_cannot_be_written_leaves_its_weights_in_a_checkpoint(pool,
 @pytest.mark.parametrize(
     ("done", "then"), [*long((0, "starts from the beginning")), (STEPS, f"goes on from step {STEPS}")]
 )
-def test_where_no_checkpoint_fits_either_it_says_what_the_same_command_does(pool, folder, done, then):
+def test_if_no_checkpoint_fits_the_remedy_is_named(pool, folder, done, then):
     if done:
         pool.run(train_and_listen, 4, run_settings(folder, done))
     for outcome in pool.outcomes(train_on_a_full_disk, 4, run_settings(folder, done + STEPS)):

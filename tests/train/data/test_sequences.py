@@ -91,14 +91,14 @@ def sequences_of(stream: TokenStream, documents: str, length: int, start: int = 
 # --- documents ---
 
 
-def test_folders_are_read_recursively_in_sorted_order_without_hidden_or_other_files(tmp_path: Path):
+def test_folders_are_read_sorted_and_without_hidden_files(tmp_path: Path):
     for name in ("b.txt", "a/z.md", "a/b/c.PY", "a.rst", "image.png", ".git/x.txt", ".hidden.txt", "b/.venv/y.py"):
         write(tmp_path / name, name)
     assert texts(data_config(tmp_path)) == ["a.rst", "a/b/c.PY", "a/z.md", "b.txt"]
     assert texts(data_config(tmp_path, extensions=(".md",))) == ["a/z.md"]
 
 
-def test_paths_keep_their_order_and_a_file_reached_twice_is_read_once(tmp_path: Path):
+def test_paths_keep_their_order_and_files_are_read_once(tmp_path: Path):
     write(tmp_path / "a/1.txt", "one")
     odd = write(tmp_path / "notes [1].data", "named by the user, whatever its ending")
     (tmp_path / "a/link.txt").symlink_to(tmp_path / "a/1.txt")
@@ -138,9 +138,7 @@ def test_unusable_files_and_rows_are_skipped_and_counted(tmp_path: Path, caplog:
         assert caplog.messages == ["skipped 6 of 8 documents, which have no text: 3 not UTF-8 or null, 3 empty"]
 
 
-def test_what_is_no_file_is_left_out_of_a_folder_and_refused_by_itself(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-):
+def test_non_files_are_skipped_in_folders_and_refused_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     write(tmp_path / "a.txt", "one")
     (tmp_path / "nothing.txt").symlink_to(tmp_path / "gone")
     os.mkfifo(tmp_path / "pipe.txt")
@@ -194,9 +192,7 @@ def test_a_changed_file_is_read_again(tmp_path: Path):
     assert texts(data_config(tmp_path)) == ["after!"]
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused_and_not_cached(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_file_that_changes_while_read_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write(tmp_path / "a.txt", "whole")
     plain = reading._read_text
 
@@ -257,9 +253,7 @@ def test_unusable_data_is_refused_in_one_line(tmp_path: Path, name: str, content
     assert "\n" not in str(caught.value)
 
 
-def test_a_missing_path_a_parquet_without_text_and_an_unreachable_hub_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_missing_path_textless_parquet_and_hub_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError, match=r'data.paths = "nowhere": does not exist in .*; correct it, or write "hub:'):
         load_documents(data_config("nowhere"))
     pq.write_table(pa.table({"id": [1]}), tmp_path / "c.parquet")
@@ -275,7 +269,7 @@ def test_a_missing_path_a_parquet_without_text_and_an_unreachable_hub_are_refuse
         load_documents(data_config("hub:a/b"))
 
 
-def test_a_text_file_that_no_arrow_string_holds_is_refused_before_it_is_read(tmp_path: Path):
+def test_a_text_too_long_for_arrow_is_refused_before_reading(tmp_path: Path):
     with (tmp_path / "huge.txt").open("wb") as file:
         file.truncate(1 << 31)  # sparse
     with pytest.raises(ConfigError, match=r"huge\.txt\": is larger than 2 GiB; split it, or make it a \.jsonl file"):
@@ -285,7 +279,7 @@ def test_a_text_file_that_no_arrow_string_holds_is_refused_before_it_is_read(tmp
 # --- tokens ---
 
 
-def test_a_trained_tokenizer_round_trips_any_text_and_is_deterministic():
+def test_a_trained_tokenizer_round_trips_and_is_deterministic():
     documents = Dataset.from_dict({"text": [TEXT * 3, "ring " * 20, "keys and values"]})
     tokenizer = train_tokenizer(documents, 300)
     assert len(tokenizer) == 300
@@ -303,7 +297,7 @@ def test_each_document_ends_with_end_of_text_once():
     assert [len(row) for row in rows] == [3, 3, 2]
 
 
-def test_a_tokenizer_keeps_its_own_special_tokens_and_may_have_no_end_of_text():
+def test_a_tokenizer_keeps_its_special_tokens():
     documents = Dataset.from_dict({"text": ["ab", "c"]})
     tokenizer = train_tokenizer(documents, 257)
     tokenizer.add_special_tokens({"bos_token": "<s>"})
@@ -315,7 +309,7 @@ def test_a_tokenizer_keeps_its_own_special_tokens_and_may_have_no_end_of_text():
     assert all(row[0] == start and 0 not in row for row in rows)
 
 
-def test_tokens_are_cached_whether_or_not_the_tokenizer_was_used_before(tmp_path: Path):
+def test_tokens_are_cached_for_a_used_or_new_tokenizer(tmp_path: Path):
     corpus(tmp_path, 3)
     documents = load_documents(data_config(tmp_path))
     fresh, used = train_tokenizer(documents, 260), train_tokenizer(documents, 260)
@@ -328,7 +322,7 @@ def test_tokens_are_cached_whether_or_not_the_tokenizer_was_used_before(tmp_path
     assert other.cache_files != first.cache_files
 
 
-def test_a_document_longer_than_model_max_length_is_neither_cut_nor_warned_about(
+def test_a_document_beyond_model_max_length_is_not_cut(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
@@ -368,9 +362,7 @@ def test_a_stream_is_the_documents_one_after_the_other(lengths: list[int], data:
 
 
 @given(LENGTHS, st.integers(2, 9), st.data())
-def test_packed_windows_predict_each_token_once_and_drop_only_the_tail(
-    lengths: list[int], length: int, data: st.DataObject
-):
+def test_packed_windows_predict_each_token_once(lengths: list[int], length: int, data: st.DataObject):
     stream = stream_of(lengths)
     start, stop = part_of(stream, data)
     found = sequences_of(stream, "pack", length, start, stop)
@@ -409,9 +401,7 @@ def test_cut_windows_stay_in_their_document_and_pad_its_end(lengths: list[int], 
 
 
 @given(LENGTHS, st.integers(2, 9), st.data())
-def test_separate_documents_take_the_packed_windows_and_end_in_each_document(
-    lengths: list[int], length: int, data: st.DataObject
-):
+def test_separate_documents_use_packed_windows(lengths: list[int], length: int, data: st.DataObject):
     stream = stream_of(lengths)
     start, stop = part_of(stream, data)
     packed, found = (sequences_of(stream, documents, length, start, stop) for documents in ("pack", "separate"))
@@ -477,7 +467,7 @@ def test_train_and_eval_share_no_token_and_leave_none_out(tmp_path: Path, docume
         assert data.eval.num_dropped_tokens == 0
 
 
-def test_eval_takes_more_documents_where_the_last_are_too_short_for_a_sequence(tmp_path: Path):
+def test_eval_takes_more_documents_if_the_last_are_too_short(tmp_path: Path):
     for i in range(40):
         write(tmp_path / f"{i:02}.txt", "abc")  # 4 tokens each
     config = train_config(tmp_path, sequence_length_tokens=10, eval_fraction=0.01)
@@ -502,7 +492,7 @@ def test_too_little_text_names_the_tokens_found_and_needed(tmp_path: Path):
         build_data(train_config(file, eval_fraction=0.02), tokenizer)
 
 
-def test_a_default_does_not_refuse_a_text_that_is_long_enough_to_train_on(tmp_path: Path, caplog):
+def test_a_default_accepts_a_text_long_enough_to_train_on(tmp_path: Path, caplog):
     file = write(tmp_path / "a.txt", "x" * 16)
     tokenizer = train_tokenizer(load_documents(data_config(file)), 257)
     data = build_data(train_config(file), tokenizer)

@@ -28,7 +28,7 @@ def begun(run, table="", **others):
 
 
 @pytest.mark.parametrize(("table", "key"), [("attention", "attention.wire"), ("", "attention_sink"), ("", "old_table")])
-def test_a_run_of_another_version_goes_on_without_what_only_that_knows(tmp_path, table, key):
+def test_a_run_of_another_version_continues_without_its_keys(tmp_path, table, key):
     config = begun(tmp_path / "run", table, **{key.split(".")[-1]: {"a": 1} if key == "old_table" else "exact"})
     record = read_record(parse_config(values(tmp_path / "run", learning_rate=1e-5)))
     assert not record.is_new and record.changes == [

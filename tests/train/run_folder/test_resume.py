@@ -94,7 +94,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(pool, text, uninterrupted, stop_after
 
 
 @pytest.mark.parametrize("then_exit", [False, True])
-def test_a_signal_to_any_rank_that_has_saved_does_not_take_its_exit_code(pool, text, then_exit):  # noqa: F811
+def test_a_signal_after_the_save_does_not_take_the_exit_code(pool, text, then_exit):  # noqa: F811
     expected = signal.SIG_IGN if then_exit else signal.SIG_DFL
     for handlers in pool.run(handlers_after_a_stop, 4, config(text, f"exit {then_exit}"), then_exit):
         assert handlers == [expected] * len(STOP_SIGNALS)
@@ -131,7 +131,7 @@ def half(folder, name, **changes):
 
 
 @pytest.mark.parametrize("changes", [*long({}, {"mesh": {"tp": 2}}), {"optimizer": OPTIMIZER | {"on_host": True}}])
-def test_parameters_in_bfloat16_are_trained_and_their_norm_is_counted_in_float32(pool, text, changes):  # noqa: F811
+def test_bfloat16_parameters_train_with_a_float32_norm(pool, text, changes):  # noqa: F811
     unclipped = {"optimizer": OPTIMIZER | {"clip_grad_norm": 0.0} | changes.get("optimizer", {})}
     outcomes = pool.run(state_of_a_step, 4, half(text, "norm", **changes | unclipped))
     for kinds, norm, expected in outcomes:
@@ -139,7 +139,7 @@ def test_parameters_in_bfloat16_are_trained_and_their_norm_is_counted_in_float32
         assert norm == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_run_in_bfloat16_goes_on_bit_for_bit_and_is_saved_in_it(pool, text, uninterrupted):  # noqa: F811
+def test_a_run_in_bfloat16_resumes_bit_for_bit(pool, text, uninterrupted):  # noqa: F811
     pool.run(train_and_see, 4, half(text, "half"))
     for (step, what), value in curve(uninterrupted).items():
         if what == "loss":
@@ -152,7 +152,7 @@ def test_a_run_in_bfloat16_goes_on_bit_for_bit_and_is_saved_in_it(pool, text, un
     assert {weight.dtype for weight in weights(text / "half").values()} == {torch.bfloat16}
 
 
-def test_a_run_that_lost_its_newest_checkpoint_goes_on_from_the_one_before_and_says_so(pool, text, uninterrupted):  # noqa: F811
+def test_a_run_without_its_newest_checkpoint_uses_the_previous(pool, text, uninterrupted):  # noqa: F811
     damaged = config(text, "damaged")
     pool.run(train_and_see, 4, damaged, 3)
     run = text / "damaged"
@@ -267,7 +267,7 @@ def eval_loss_at_the_end(mesh, config):
 
 
 @pytest.mark.long
-def test_a_run_that_was_stopped_at_its_last_step_is_evaluated_there(pool, text):  # noqa: F811
+def test_a_run_stopped_at_its_last_step_is_evaluated(pool, text):  # noqa: F811
     pool.run(train_and_see, 4, config(text, "late", evaluation={"every_steps": 3}), 3)
     losses = pool.run(eval_loss_at_the_end, 4, config(text, "late", steps=4, evaluation={"every_steps": 3}))
     found = {step: value for (step, name), value in curve(text / "late").items() if name == "eval_loss"}

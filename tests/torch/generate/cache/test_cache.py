@@ -243,7 +243,7 @@ def read_and_go_on(mesh: DeviceMesh, folder: Path) -> list[str]:
     return said
 
 
-def test_a_cache_goes_on_with_the_model_the_weights_and_the_adapters_that_read_it(pool, tmp_path):
+def test_a_cache_needs_its_model_weights_and_adapters(pool, tmp_path):
     weights = "tokens in the cache were read before the weights changed; read the text again"
     expected = ["by another model; read", *[weights] * 10, "(default x 1.0, now none)", "(default x 1.0, now b x 1.0)"]
     for said in pool.run(read_and_go_on, 2, tmp_path):

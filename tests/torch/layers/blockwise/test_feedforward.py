@@ -49,7 +49,7 @@ def test_any_model_has_the_same_loss_and_gradients_in_chunks(kind, changes):
     check(found, chunked_step(kind, changes, 0, "none"), (1e-6, 1e-6))
 
 
-def test_blocks_are_computed_again_in_the_autocast_of_the_forward_pass():
+def test_blocks_are_recomputed_in_the_autocast_of_forward():
     """Backward runs outside of the context, as PyTorch's own training loops have it."""
     model = build("llama").train()
     feedforwards: list[Any] = find_feedforwards(view_of(model))
@@ -66,7 +66,7 @@ def test_blocks_are_computed_again_in_the_autocast_of_the_forward_pass():
 
 
 @pytest.mark.parametrize(("kind", "layer_runs"), [("llama", 2), ("gemma3_text", 3)])
-def test_a_checkpointed_layer_runs_its_feedforward_no_more_often_than_it_must(kind, layer_runs):
+def test_a_checkpointed_layer_runs_its_feedforward_minimally(kind, layer_runs):
     """Once forward and once in backward; a norm behind it needs its result again."""
     runs: list[Any] = []
     chunked_step(kind, {}, 10, "full", lambda *_: runs.append(1))
@@ -156,7 +156,7 @@ def test_a_module_that_mixes_tokens_is_refused_by_name(how):
     assert mixes_tokens(Mixing("none").to("meta"), 8) == "", "tried on weights made up for it"
 
 
-def test_one_that_is_random_in_training_is_refused_whatever_its_mode():
+def test_a_random_feedforward_is_refused_in_any_mode():
     """As ``from_pretrained`` leaves it, a model is in evaluation, where a mixture's jitter does not show."""
     model = build("mixtral", num_local_experts=4, router_jitter_noise=0.1).eval()
     torch.manual_seed(3)
@@ -234,7 +234,7 @@ def on_a_ring(mesh: DeviceMesh) -> Any:
     return chunks, lines
 
 
-def test_a_model_on_the_ring_is_cut_by_default_and_says_once_when_not(pool):
+def test_feedforwards_are_cut_by_default_and_exceptions_logged(pool):
     free = FREE_CHUNK_TOKENS
     for rank, (chunks, lines) in enumerate(pool.run(on_a_ring, 2)):
         assert chunks == [(free, free), (None, None), (None, None), (7, 5), (7, free), (None, free)]

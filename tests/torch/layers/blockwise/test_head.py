@@ -160,7 +160,7 @@ class Called(nn.Module):
         return self.function(hidden)
 
 
-def test_the_gradient_adds_up_in_float32_and_dropout_draws_the_same_in_backward():
+def test_the_head_sums_in_float32_and_repeats_its_dropout():
     hidden, weight = torch.ones(320, 1).bfloat16(), torch.zeros(2, 1).bfloat16().requires_grad_()
     module = Called(lambda x: x @ weight.T)
     called_cross_entropy(hidden, module, torch.zeros(320).long(), LossOptions(chunk_tokens=1)).backward()
@@ -222,7 +222,7 @@ def test_a_hook_that_comes_after_parallelize_is_honoured(pool):
 
 
 @pytest.mark.parametrize(("hook", "tp", "message"), [(mix, 1, "mixes tokens"), (halve, 2, "use tp=1")])
-def test_a_hook_that_comes_after_parallelize_and_cannot_be_honoured_is_refused(pool, hook, tp, message):
+def test_a_late_hook_that_cannot_be_honoured_is_refused(pool, hook, tp, message):
     for outcome in pool.outcomes(late_hook_of_even, 2, hook, tp=tp):
         assert isinstance(outcome, rs.UnsupportedError) and message in str(outcome)
 

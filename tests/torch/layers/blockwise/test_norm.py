@@ -21,7 +21,7 @@ from tests.torch.models import build, check, kept_bytes, step
         ("opt", 0),  # PyTorch's own
     ],
 )
-def test_any_model_has_the_same_loss_and_gradients_with_its_norms_in_chunks(kind, number):
+def test_any_model_has_the_same_gradients_with_norms_in_chunks(kind, number):
     plain = step(build(kind).train())
     model = build(kind).train()
     assert len(find_norms(model)) == number
@@ -77,7 +77,7 @@ def test_no_tokens_at_a_time_are_refused():
         run_in_blocks(find_norms(build("llama")), -1, "norm_chunk_tokens")
 
 
-def test_few_tokens_are_normed_all_at_once_where_it_is_not_worth_it():
+def test_few_tokens_are_normed_at_once():
     model = build("llama").to(torch.bfloat16)
     [norm, *_] = find_norms(model)
     few, many = (torch.randn(1, n, 64).bfloat16().requires_grad_() for n in (9, 10))

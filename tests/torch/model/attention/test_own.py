@@ -35,7 +35,7 @@ from tests.every_model.tiny import tiny_config, tiny_model, tiny_tokens
         ),
     ],
 )
-def test_packed_documents_on_three_ranks_are_each_those_of_one_process(pool, kind):
+def test_packed_documents_on_three_ranks_equal_one_process(pool, kind):
     truth, alone = (one_process(kind, dtype, is_packed=True) for dtype in (torch.float64, torch.float32))
     for outcome in pool.run(on_the_ring, 3, kind, "striped", True):
         assert error_of(outcome, truth) < max(BOUND, 2 * error_of(alone, truth))
@@ -70,7 +70,7 @@ def logits_of(mesh: Any, kind: str, changes: dict[str, Any], options: dict[str, 
         ("trocr", {"use_learned_position_embeddings": False}),
     ],
 )
-def test_variants_of_a_type_compute_what_one_process_does_or_raise(pool, kind, changes):
+def test_variants_of_a_type_equal_one_process_or_raise(pool, kind, changes):
     outcomes = pool.outcomes(logits_of, 2, kind, changes)
     if kind == "trocr":  # its table of sines counts from the tokens themselves
         assert all("numbers its tokens itself" in str(outcome) for outcome in outcomes)
@@ -189,12 +189,12 @@ def warned(mesh: Any, kind: str) -> list[str]:
     return [line for line in lines if "labels" in line]
 
 
-def test_one_rank_says_that_labels_are_shifted_where_a_model_of_its_own_does_not(pool):
+def test_shifted_labels_of_an_own_model_are_logged_by_one_rank(pool):
     first, second = pool.run(warned, 2, "bart")
     assert len(first) == 1 and "on a ring labels are shifted" in first[0] and second == []
 
 
-def test_configs_that_name_their_heads_and_windows_in_their_own_way():
+def test_configs_with_their_own_names_for_heads_and_windows():
     falcon: Any = CONFIG_MAPPING["falcon"]
     assert head_counts(falcon(num_attention_heads=8, num_hidden_layers=1)) == [(8, 1)]
     grouped = falcon(num_attention_heads=8, num_kv_heads=4, new_decoder_architecture=True, num_hidden_layers=1)

@@ -68,7 +68,7 @@ def alone(kind: str, auto: Any, given: dict[str, Tensor]) -> Any:
         ("gpt_oss", 2, 1, "right", {"layout": "balanced", "checkpoint": "full"}),
     ],
 )
-def test_logits_of_sequences_and_gradients_are_those_of_one_process(pool, kind, ranks, replicas, side, options):
+def test_sequence_logits_and_gradients_equal_one_process(pool, kind, ranks, replicas, side, options):
     given = batch(side)
     logits, expected = alone(kind, AutoModelForSequenceClassification, given)
     for rank, (found, grads, names) in enumerate(

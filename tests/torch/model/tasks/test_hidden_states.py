@@ -156,7 +156,7 @@ def refused(mesh: DeviceMesh) -> list[str]:
     return said
 
 
-def test_what_a_decoder_cannot_be_called_with_raises_on_every_rank(pool):
+def test_unsupported_arguments_of_a_decoder_raise_on_every_rank(pool):
     for said in pool.run(refused, 2):
         assert "make both with rs.shard_features" in said[0] and "rs.shard_features" in said[1]
         assert "attention_mask cannot be honoured" in said[2] and "use_cache=True" in said[3]
