@@ -105,7 +105,7 @@ def restore(
 ) -> None:
     """Restore model, optimizer and random numbers from a checked checkpoint.
 
-    On another number of ranks, random numbers are seeded anew from the checkpoint's step.
+    On another number of ranks, random numbers are seeded again from the checkpoint's step.
     Errors are raised on all ranks.
     """
     tensors = run_state(model, optimizer)

@@ -123,7 +123,7 @@ class Answers:
 
 
 def _is_drawn(asked: tuple[Any, ...]) -> bool:
-    """Return True for an answer drawn at random: it is drawn anew each time, as with lm-eval's own cache."""
+    """Return True for an answer drawn at random: it is drawn again each time, as with lm-eval's own cache."""
     return isinstance(asked[-1], dict) and bool(asked[-1].get("do_sample"))
 
 

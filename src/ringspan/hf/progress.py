@@ -1,4 +1,4 @@
-"""A trainer's checkpoint beside the model: optimizer state in shards and random numbers of replicas.
+"""A trainer's checkpoint without the model: optimizer state in shards and random numbers of replicas.
 
 Each rank writes its own part of the optimizer's state and reads the slices it needs, on any mesh.
 """

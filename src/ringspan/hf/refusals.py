@@ -21,7 +21,7 @@ _CALLBACKS: Final = {
 
 
 def refuse_arguments(args: Any, ring: RingConfig) -> None:
-    """Raise UnsupportedError for the first ``TrainingArguments`` that a ring does not support, alike on all ranks."""
+    """Raise UnsupportedError for the first ``TrainingArguments`` that a ring does not support, on all ranks."""
     for what, remedy in _unsupported(args, ring):
         raise UnsupportedError(f"{what} is not supported on a ring; {remedy}")
 

@@ -53,7 +53,7 @@ class RingTrainerMixin(TrainerSeams):
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Insert our versions of Trainer's parts right before Trainer, behind all classes that override them."""
+        """Insert our versions of Trainer's parts right before Trainer, after all classes that override them."""
         super().__init_subclass__(**kwargs)
         if issubclass(cls, Trainer) and not issubclass(cls, OwnParts):
             last = max(place for place, base in enumerate(cls.__bases__) if issubclass(base, Trainer))

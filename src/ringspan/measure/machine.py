@@ -103,7 +103,7 @@ def timed(function: Callable[[], Any] | None, *, threads: int) -> float:
 
 
 def allocated_bytes(function: Callable[[], Any]) -> int:
-    """Return the most bytes that ``function()`` holds at once beside what was there before it."""
+    """Return the most bytes that ``function()`` holds at once, without what was there before."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

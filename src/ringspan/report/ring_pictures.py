@@ -222,7 +222,7 @@ def _draw_position_ticks(page: "Axes", length: int, left: float, top: float, sca
 
 
 def _draw_owner_strips(page: "Axes", layout: Layout, left: float, top: float, scale: float) -> None:
-    """Draw the owners of the queries beside the square, and of the keys above it."""
+    """Draw the owners of the queries at the left of the square, of the keys above it."""
     for rank in range(layout.ranks):
         held = [run for span in layout.spans(rank) for run in _runs(span, layout.length)]
         for start, stop in union(held):

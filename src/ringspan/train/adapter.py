@@ -1,4 +1,4 @@
-"""The adapter of a run: PEFT matrices beside the model's weights, written as a folder that PEFT opens, or merged."""
+"""The adapter of a run: PEFT matrices added to the model's weights, written as a folder that PEFT opens, or merged."""
 
 from pathlib import Path
 from typing import Any, Final

@@ -62,7 +62,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "audioflamingo3": [
         (one_token_fewer("audioflamingo3"), "for audios, and its audios make"),
-        ({"input_features_mask": None}, "with input_features_mask (windows, steps) beside it, got"),
+        ({"input_features_mask": None}, "with input_features_mask (windows, steps), got"),
     ],
     "qwen3_vl": [
         ({"pixel_values": None}, "image_grid_thw came without pixel_values"),

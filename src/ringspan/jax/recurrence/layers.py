@@ -22,7 +22,7 @@ from ringspan.jax.kernels.xla import accumulation_dtype, varying_like
 from ringspan.jax.recurrence.scan import inputs_before, scan_states, spans_of
 
 Step = Callable[[Array, Any], tuple[Array, Array]]
-"""(state, one token's inputs) -> (state behind it, output)."""
+"""(state, one token's inputs) -> (state after it, output)."""
 Starts = Sequence[int]
 """Positions at which documents begin, 0 the first, increasing: of every sequence of the batch."""
 

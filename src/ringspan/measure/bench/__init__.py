@@ -1,1 +1,1 @@
-"""Benchmarks of attention, steps and memory beside one process."""
+"""Benchmarks of attention, steps and memory against one process."""

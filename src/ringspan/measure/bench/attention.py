@@ -126,7 +126,7 @@ def _exposed(on_ring: Callable[[bool], list[Tensor]]) -> dict[str, float]:
 
 
 def _peak_bytes(function: Callable[[], Any] | None, *, threads: int = 1) -> float:
-    """Return the most bytes on any rank that a pass holds beside its inputs, kernel and message buffers included."""
+    """Return the most bytes on any rank that a pass holds without its inputs; kernel and message buffers included."""
     torch.set_num_threads(threads)
     found = allocated_bytes(function) if function else 0
     torch.set_num_threads(1)

@@ -125,7 +125,7 @@ def _without_values(on_gpu: bool) -> DeviceRules:
 
 
 class _OneChunk(Eager):
-    """Plain PyTorch on one chunk of scores of a launch: without values all chunks are alike, and many."""
+    """Plain PyTorch on one chunk of scores of a launch: without values all chunks are equal, and many."""
 
     def heads(self, q: Tensor, k: Tensor, tile: Tile, size: ChunkSize) -> Iterator[tuple[int, slice, slice]]:
         return islice(super().heads(q, k, tile, size), 1)

@@ -44,7 +44,7 @@ class Memory:
 
     @property
     def reserve_bytes(self) -> int:
-        """Bytes that the caching allocator holds beside these, in blocks that nothing fits."""
+        """Bytes that the caching allocator holds on top of these, in blocks that nothing fits."""
         return round(RESERVE * sum(self.bytes[name] for name in ("activations", "temporaries", "communication")))
 
     @property
@@ -98,7 +98,7 @@ class _Step:
     def kept(self, layers: int, *, backward: bool = False) -> int:
         """Return what ``layers`` layers keep on the device; if offloaded, the few pieces prefetched in backward.
 
-        Includes recomputed inputs of the segment of the layer behind them, in that layer's backward pass.
+        Includes recomputed inputs of the segment of the layer after them, in that layer's backward pass.
         """
         setting = self.setting
         segment = setting.layers_per_checkpoint
@@ -134,7 +134,7 @@ class _Step:
 
     @property
     def _norms_copy(self) -> bool:
-        """Return whether norms keep a float32 copy beside their input."""
+        """Return whether norms keep a float32 copy of their input."""
         return self.shape.has_rms and self.a < _FLOAT32 and not self.setting.norm_tokens
 
     def gather(self) -> Memory:
@@ -310,7 +310,7 @@ class _Step:
 
 
 def attention_backward_bytes(kind: LayerKind, setting: Setting) -> tuple[int, int]:
-    """Return attention's bytes in backward beside inputs and dout: (results, sums and tiles; in transit).
+    """Return attention's bytes in backward without inputs and dout: (results, sums and tiles; in transit).
 
     Between groups of ranks, the loop of ``torch/attention/ring.py`` (``loop_bytes``). A Ulysses group first trades
     dout, q, out, k and v: copies stay for the loop, and a part is in flight for each other member; at the end the

@@ -60,7 +60,7 @@ class Text:
 class TextCost:
     """Bytes of the fullest rank and seconds of one text. Launches are left out, so times are lower bounds.
 
-    ``weight_bytes`` are those of the shards too, ``work_bytes`` what reading a chunk takes beside weights and cache.
+    ``weight_bytes`` are those of the shards too, ``work_bytes`` what reading a chunk takes on top of weights and cache.
     ``token_parts`` are seconds of one token, its last: weights read, cache read, sent.
     """
 
@@ -85,7 +85,7 @@ class TextCost:
 def text_bytes(shape: ModelShape, text: Text) -> tuple[int, int, int]:
     """Return the bytes of weights, cache and reading a chunk, on the fullest rank.
 
-    Weights that stay whole are copies beside FSDP's shards. A chunk takes the residual stream, its norm and sum; and
+    Weights that stay whole are copies besides FSDP's shards. A chunk takes the residual stream, its norm and sum; and
     either attention's q, k, v, result with float32 sums, transit and one layer's keys being moved, or the
     feed-forward's.
     """

@@ -88,7 +88,7 @@ class TextQuestion:
 
 @dataclass(frozen=True, kw_only=True)
 class TextPlan:
-    """Answer to a question: the mesh, its cost, and one device beside it."""
+    """Answer to a question: the mesh, its cost, and one device to compare with."""
 
     question: TextQuestion
     text: Text

@@ -39,7 +39,7 @@ MODELS: Final = {name: _shape(name, row) for name, row in _ROWS.items() if "shap
 def model_shape(text: str, media: Media = NO_MEDIA, dtype: str = "bfloat16") -> ModelShape:
     """Return a built-in shape by name, the config.json at a path (or in a folder), or that of a Hugging Face id.
 
-    ``media`` is what each sequence holds beside text, for towers that compute in ``dtype``.
+    ``media`` is what each sequence holds besides text, for towers that compute in ``dtype``.
 
     Raises:
         ConfigError: an unknown name (near ones are listed), or a config that cannot be read.

@@ -23,7 +23,7 @@ class Scan:
 class Kept(NamedTuple):
     """Numbers that one part of a layer keeps of a token for backward, in the dtype that layers compute in.
 
-    ``norms`` are those that RMS norms keep beside float32 ``copies`` of their inputs; norms that run in chunks keep
+    ``norms`` are those that RMS norms keep besides float32 ``copies`` of their inputs; norms that run in chunks keep
     their ``inputs`` in place of both. Copies and other ``float32`` numbers are in bytes.
     """
 
@@ -55,7 +55,7 @@ class LayerKind:
     token in it. ``heads`` are those of queries, 0 without attention; keys have ``head_dim`` numbers, as queries do, and
     values ``value_dim``, as attention is given them ``calls`` times, which is what a ring sends. ``channels`` are
     convolved with ``taps`` taps. ``mixed``: numbers of a token that a recurrence or convolution keeps for backward
-    beside its result. ``linears``: number of linear layers, their inputs and outputs together, and their weights. Of
+    besides its result. ``linears``: number of linear layers, their inputs and outputs together, and their weights. Of
     ``parameters`` some may be ``frozen``, of these some ``packed``. With ``chunks``, tokens attend in consecutive
     chunks of ``window``.
     """
@@ -107,7 +107,7 @@ class LayerKind:
         return self.scan.flops if self.scan else 0.0
 
     def adapted(self, rank: int, *, is_packed: bool) -> "LayerKind":
-        """Return the layer frozen, with matrices of a rank beside its linear layers, which may be packed."""
+        """Return the layer frozen, with matrices of a rank next to its linear layers, which may be packed."""
         (count, sizes, weights), (norm, heads, *others) = self.linears, self.kept
         return replace(
             self,
@@ -135,7 +135,7 @@ class LayerKind:
 class Growth:
     """A cost of n units that a tower takes at once: ``constant + units n + pairs n^2``.
 
-    ``pairs`` is of towers that lay images beside each other and mask what is outside of each (Pixtral).
+    ``pairs`` is of towers that lay images next to each other and mask what is outside of each (Pixtral).
     """
 
     constant: int = 0

@@ -60,7 +60,7 @@ class LayerRun:
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps queries, keys and values; what a ring keeps beside them is counted by formula."""
+    """Keeps queries, keys and values; what else a ring keeps is counted by formula."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ _FALLBACK: Final = getattr(getattr(torch.ops, "transformers", None), "grouped_mm
 
 
 def run_layers(model: Any, decoder: Any, layers: list[nn.Module], first: list[int]) -> tuple[list[LayerRun], int]:
-    """Run a model on the meta device, and watch its layers; those alike return what the ``first`` of them did.
+    """Run a model on the meta device, and watch its layers; equal layers return what the ``first`` of them did.
 
     The number is that of weights that a token is multiplied with outside of them, but for the head.
 

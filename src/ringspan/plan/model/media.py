@@ -1,4 +1,4 @@
-"""Contents of a sequence beside text, as ``ringspan plan`` is told: images, frames of video, windows of sound."""
+"""Contents of a sequence besides text, as options of ``ringspan plan``: images, frames of video, windows of sound."""
 
 import re
 from collections.abc import Mapping

@@ -24,7 +24,7 @@ class ModelShape:
 
     Of one that sees or hears, ``tower_layers`` are the parameters of each of its towers' layers, ``tower_root`` those
     of ``root`` that are a tower's, and ``towers`` what each makes of one sequence; ``later_pairs``: pairs of a query
-    and a later key that each layer computes beside the causal ones. ``positions`` are those of a learned table,
+    and a later key that each layer computes besides the causal ones. ``positions`` are those of a learned table,
     ``made_for`` those that a rotary model was made for; 0 where there are none, or nothing says it. ``has_rms`` norms
     keep float32 copies. ``unsplit`` says why tensor parallelism cannot split it. ``config`` is its config.json.
     ``outside``: weights of the root that a token is multiplied with, but for the head. ``lora``: rank of the adapters

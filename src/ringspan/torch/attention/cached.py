@@ -42,7 +42,7 @@ class Reach:
 
     keys: CustomLayout
     masks: tuple[Mask, ...]
-    """One per sequence; a single one when all are alike."""
+    """One per sequence; a single one if all are equal."""
 
 
 @dataclass(frozen=True)

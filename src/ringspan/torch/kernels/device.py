@@ -40,7 +40,7 @@ class DeviceRules:
     offloads_to: Literal["file", "pinned", "nowhere"] = "file"
     """Destination of offloaded tensors (``ringspan.torch.memory.offload``)."""
     probe_tokens: int = 24
-    """Tokens of a module's trial: enough to overflow an expert's capacity when all choose alike."""
+    """Tokens of a module's trial: enough to overflow an expert's capacity if all choose the same."""
     assumed_speeds: tuple[float, float, float] = (4e14, 3e11, 2.5e10)
     """Unmeasured FLOP/s, and bytes/s within a node and between nodes; default: H100 class."""
     capability: tuple[int, int] = (0, 0)

@@ -168,7 +168,7 @@ def inner_of(model: PreTrainedModel) -> Any:
 
 
 def towers_of(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """Return the models beside the decoder."""
+    """Return the models other than the decoder."""
     decoder: nn.Module = decoder_of(model)
     below = [child for child in inner_of(model).children() if isinstance(child, PreTrainedModel)]
     return [child for child in below if all(module is not decoder for module in child.modules())]

@@ -27,7 +27,7 @@ class ModelView:
     inner: PreTrainedModel
     """The model below the head, with towers and decoder."""
     towers: tuple[PreTrainedModel, ...]
-    """Models beside the decoder, for images or sound."""
+    """Models other than the decoder, for images or sound."""
 
     @property
     def name(self) -> str:

@@ -213,7 +213,7 @@ def _find_head(view: ModelView, plain: nn.Module) -> FoundHead:
 
 
 def _behind_decoder(view: ModelView, head: nn.Module) -> tuple[str, ...]:
-    """Return the modules beside the decoder if the last one is or has the head and is more than it."""
+    """Return the modules next to the decoder if the last one is or has the head and is more than it."""
     beside = [(name, part) for name, part in view.model.named_children() if view.decoder not in part.modules()]
     if not beside or head not in beside[-1][1].modules() or (beside[-1][1] is head and len(beside) == 1):
         return ()

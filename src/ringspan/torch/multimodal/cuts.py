@@ -189,8 +189,8 @@ class ImagesOfTiles(Cut):
         sizes = inputs.get("image_sizes")
         if pixels.ndim != 5 or sizes is None or len(sizes) != len(pixels):
             raise UnsupportedError(
-                f"{self.pixels} must be (images, tiles, channels, height, width) with image_sizes (images, 2) beside "
-                f"it, got {tuple(pixels.shape)} and {None if sizes is None else tuple(sizes.shape)}"
+                f"{self.pixels} must be (images, tiles, channels, height, width) with image_sizes (images, 2), "
+                f"got {tuple(pixels.shape)} and {None if sizes is None else tuple(sizes.shape)}"
             )
         check_numbers("image_sizes", sizes, ("height", "width"))
         if sum(self._groups(inputs)) != len(pixels):
@@ -275,7 +275,7 @@ class PartsOfSound(WindowsOfSound):
         mask = inputs.get(name)
         if mask is None or pixels.ndim != 3 or mask.shape != (len(pixels), pixels.shape[-1]):
             raise UnsupportedError(
-                f"{self.pixels} must be (windows, bins, steps) with {name} (windows, steps) beside it, got "
+                f"{self.pixels} must be (windows, bins, steps) with {name} (windows, steps), got "
                 f"{tuple(pixels.shape)} and {None if mask is None else tuple(mask.shape)}"
             )
 

@@ -57,7 +57,7 @@ class Made(NamedTuple):
 
     output: Any
     rows: Tensor
-    """Embeddings, each beside its additions in deeper layers (R, C + ...)."""
+    """Embeddings, each with its additions in deeper layers (R, C + ...)."""
     widths: list[int]
     counts: list[int]
     """Count per unit, or per piece of the tower's output."""

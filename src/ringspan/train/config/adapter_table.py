@@ -1,4 +1,4 @@
-"""[adapter]: small matrices beside the model's weights, which are trained in their place."""
+"""[adapter]: small matrices that are trained instead of the model's weights."""
 
 from pydantic import Field, field_validator, model_validator
 

@@ -13,7 +13,7 @@ from ringspan.core.errors import ConfigError
 class BatchOrder:
     """The sequences of each step, micro-step and replica: a function of the seed and the step alone.
 
-    The sequences, permuted anew in each epoch, form one endless row; step t (from 0) takes the next G of it, where G =
+    The sequences, permuted again in each epoch, form one endless row; step t (from 0) takes the next G of it, where G =
     batch_size x accumulation_steps x replicate. Only G matters, not its factors, so a run resumes exactly on another
     number of replicas. A batch larger than the data repeats sequences. A run that changed its G, or skipped data, has a
     `shift`: step t starts at shift + t x G.
