@@ -156,7 +156,7 @@ def rank(folder: str, board: str, out: str, replicate: str, steps: str) -> None:
     stage("before")
     started, read = time.perf_counter(), read_bytes()
     stage("load")
-    model: Any = rs.from_pretrained(folder, mesh, watchdog=False)
+    model: Any = rs.from_pretrained(folder, mesh)
     facts: dict[str, Any] = {
         "load_seconds": time.perf_counter() - started,
         "load_read_bytes": read_bytes() - read,

@@ -108,7 +108,7 @@ def handshake(mesh: DeviceMesh) -> dict[str, Any]:
 def watchdog(mesh: DeviceMesh) -> dict[str, Any]:
     """Rank 1 dies between two steps, and rank 0 waits for it in a kernel of NCCL."""
     ids = torch.randint(0, 97, (2, 301), generator=torch.Generator().manual_seed(0))
-    model = rs.parallelize(build("llama"), mesh, kernel="eager")  # nothing to compile
+    model = rs.parallelize(build("llama"), mesh, kernel="eager", watchdog=True)  # nothing to compile
     batch = rs.shard_batch({"input_ids": ids, "labels": ids}, mesh, device="cuda")
     model(**batch).loss.backward()
     torch.cuda.synchronize()

@@ -67,7 +67,7 @@ def test_a_run_hands_every_option_on():
     }
     config = parse_config(run | options)
     expected = {name: value for table in options.values() for name, value in table.items()} | {"compile": "aot_eager"}
-    assert config.step_config("full", 3) == StepConfig(**expected, compute_dtype="bfloat16", watchdog=False)
+    assert config.step_config("full", 3) == StepConfig(**expected, compute_dtype="bfloat16")
 
 
 def test_a_setting_of_the_planner_is_one():

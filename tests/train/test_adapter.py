@@ -52,9 +52,8 @@ def test_what_peft_asks_of_transformers_warns_nobody(base, tmp_path):
     folder = str(tmp_path / "adapter")
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
-        add_adapter(AutoModelForCausalLM.from_pretrained(base), settings(base, "quiet", {"rank": 2})).save_pretrained(
-            folder
-        )
+        config = settings(base, "quiet", {"rank": 2})
+        add_adapter(AutoModelForCausalLM.from_pretrained(base), config.adapter, str(base)).save_pretrained(folder)
         load_model(asked := GenerateSettings(folder=folder, max_new_tokens=1), load_config(asked))
     assert [str(one.message) for one in found if "gradient_checkpointing" in str(one.message)] == []
 
@@ -83,10 +82,10 @@ def one_process(config: TrainConfig) -> tuple[list[float], Any]:
     from ringspan.train.model import load_tokenizer
 
     model_config = load_model_config(config)
-    plain = build_model(config, model_config)
+    plain = build_model(config.model, model_config)
     read_whole(plain)
-    model = add_adapter(plain, config).train()
-    data = build_data(config, load_tokenizer(config, model_config))
+    model = add_adapter(plain, config.adapter, config.model.path).train()
+    data = build_data(config, load_tokenizer(config.model, model_config))
     order = BatchOrder(len(data.train), config.seed, 4, 1, 1)
     trained = [p for p in model.parameters() if p.requires_grad]
     groups = [
@@ -305,7 +304,7 @@ def test_an_adapter_of_a_tied_weight_is_not_merged(base):
     config = settings(base, "tied", {"rank": 2, "merge": True, "target_modules": ["lm_head"]})
     model = build("llama", vocab_size=300, hidden_size=32, intermediate_size=64, tie_word_embeddings=True)
     with pytest.raises(ConfigError, match="merging would change both layers"):
-        add_adapter(model, config)
+        add_adapter(model, config.adapter, config.model.path)
 
 
 def stop_after_two(mesh: Any, config: TrainConfig) -> None:
@@ -356,7 +355,7 @@ def test_tables_that_make_no_adapter_are_refused(base, adapter, changes, message
 def test_layers_that_are_not_there_are_refused(base):
     config = settings(base, "refused", {"rank": 4, "target_modules": "w_query"})
     with pytest.raises(ConfigError, match=r"adapter.target_modules = \['w_query'\]: Target modules"):
-        add_adapter(build_model(config, load_model_config(config)), config)
+        add_adapter(build_model(config.model, load_model_config(config)), config.adapter, config.model.path)
 
 
 def test_an_adapter_without_its_base_is_refused(base, tmp_path):

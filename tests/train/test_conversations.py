@@ -60,7 +60,10 @@ def metrics(run: Path) -> list[float]:
 def one_process(config: TrainConfig) -> list[float]:
     """The same steps by transformers alone: the model, the processor, torch's AdamW and the same examples."""
     model_config = load_model_config(config)
-    model, processor = build_model(config, model_config).train(), load_processor(config, model_config)
+    model, processor = (
+        build_model(config.model, model_config, sees=True).train(),
+        load_processor(config.model, model_config),
+    )
     data = build_seen(config, processor).train
     order = BatchOrder(len(data), config.seed, 4, 1, 1)
     groups = [
@@ -215,7 +218,7 @@ def test_settings_that_do_not_fit_are_refused(talk, changes, message):
 def test_a_folder_without_a_processor_is_refused(talk):
     config = settings(talk, "bad", model={"init": "scratch", "config": CONFIG, "tokenizer": "train"})
     with pytest.raises(ConfigError, match="needs the processor of a model"):
-        load_processor(config, load_model_config(config))
+        load_processor(config.model, load_model_config(config))
 
 
 class Watching:
@@ -263,7 +266,7 @@ def test_a_processor_that_needs_torchvision_says_what_to_install(talk, tmp_path)
     model = config.model.model_copy(update={"tokenizer": str(tmp_path / "reader")})
     config = config.model_copy(update={"model": model})
     with pytest.raises(ConfigError, match=r"requires the Torchvision library .* pip install torchvision torchcodec$"):
-        load_processor(config, load_model_config(config))
+        load_processor(config.model, load_model_config(config))
 
 
 def test_a_file_that_no_package_reads_says_what_to_install(talk, tmp_path):

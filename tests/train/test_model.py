@@ -106,7 +106,7 @@ def test_code_of_a_model_runs_only_when_trusted(tmp_path: Path, monkeypatch: pyt
         load_model_config(careful)
     assert not marker.exists()
     trusting = run_from(folder, trust_remote_code=True)
-    model = build_model(trusting, load_model_config(trusting))
+    model = build_model(trusting.model, load_model_config(trusting))
     assert type(model).__name__ == "OursForCausalLM" and marker.exists()
 
 
@@ -118,7 +118,7 @@ def test_weights_in_a_pickle_are_not_opened(tmp_path: Path):
     torch.save(model.state_dict(), folder / "pytorch_model.bin")
     run = run_from(folder)
     with pytest.raises(ConfigError, match="safetensors"):
-        build_model(run, load_model_config(run))
+        build_model(run.model, load_model_config(run))
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_weights_that_do_not_make_the_model_are_refused(tmp_path: Path, name, sp
         change_config(folder, **spoil)
     run = run_from(folder)
     with pytest.raises(ConfigError, match=message) as caught:
-        build_model(run, load_model_config(run))
+        build_model(run.model, load_model_config(run))
     assert name in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -148,7 +148,7 @@ def test_weights_that_the_model_has_no_place_for_are_named(tmp_path: Path, caplo
     model.save_pretrained(tmp_path)
     change_config(tmp_path, num_hidden_layers=1)
     run = run_from(tmp_path)
-    found = build_model(run, load_model_config(run))
+    found = build_model(run.model, load_model_config(run))
     with filled(found.lm_head):
         assert torch.equal(found.lm_head.weight, model.lm_head.weight)
     (message,) = (record.getMessage() for record in caplog.records if record.name == "ringspan.train.model")
@@ -196,7 +196,7 @@ def test_a_token_beyond_the_vocabulary_is_named_if_it_occurs(tmp_path: Path, wor
             "data": {"paths": str(tmp_path / "a.txt"), "sequence_length_tokens": 32, "documents": "cut"},
         }
     )
-    found = load_tokenizer(asked, load_model_config(asked))
+    found = load_tokenizer(asked.model, load_model_config(asked))
     if message is not None:
         with pytest.raises(ConfigError, match=re.escape(message)):
             build_data(asked, found, vocabulary=6)
@@ -214,4 +214,4 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path):
         {"model": {"path": str(tmp_path)}, "data": {"paths": "a.txt", "sequence_length_tokens": 32}}
     )
     with pytest.raises(ConfigError, match="has 7 tokens, the model only 6"):
-        load_tokenizer(asked, load_model_config(asked))
+        load_tokenizer(asked.model, load_model_config(asked))

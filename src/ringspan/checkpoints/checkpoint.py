@@ -248,7 +248,6 @@ class Checkpoints:
         shutil.rmtree(self.folder / f"{complete.name}.tmp-replaced", ignore_errors=True)
 
     def _clean(self) -> None:
-        """Remove the remains of interrupted saves."""
         if self._rank == 0:
             self.folder.mkdir(parents=True, exist_ok=True)
             for path in self.folder.glob("*.tmp-*"):
@@ -283,8 +282,6 @@ class Checkpoints:
 
 @dataclass(frozen=True, kw_only=True)
 class _Part:
-    """The record of one rank's written shard."""
-
     file: str
     entry: FileEntry | None
     pieces: dict[str, Piece]

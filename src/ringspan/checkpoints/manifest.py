@@ -22,8 +22,6 @@ class _Record(BaseModel):
 
 
 class FileEntry(_Record):
-    """A shard file as written."""
-
     bytes: NonNegativeInt
     sha256: str = Field(pattern="^[0-9a-f]{64}$")
 
@@ -37,8 +35,6 @@ class Piece(_Record):
 
 
 class TensorEntry(_Record):
-    """A whole tensor and its pieces."""
-
     dtype: str
     shape: tuple[NonNegativeInt, ...] = Field(strict=False)
     pieces: tuple[Piece, ...] = Field(strict=False)
@@ -84,12 +80,10 @@ class Manifest(_Record):
         return self
 
     def dump(self) -> str:
-        """Return the text of ``manifest.json``."""
         return signed(self.model_dump(mode="json"))
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read and check the manifest of a checkpoint."""
     path = folder / MANIFEST
     try:
         return Manifest.model_validate(read_signed(path, "the checkpoint was not finished: use another"))

@@ -25,8 +25,6 @@ _Slices = tuple[slice, ...]
 
 @dataclass(frozen=True)
 class Chunk:
-    """This rank's chunk of a tensor."""
-
     offset: tuple[int, ...]
     data: Tensor
 
@@ -49,7 +47,6 @@ class Part:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the whole tensor."""
         return self.like.shape
 
 
@@ -160,5 +157,4 @@ def _read_slice(shard: Any, path: Path, name: str, piece: Piece, part: _Slices, 
 
 
 def dtype_name(tensor: Tensor | Part) -> str:
-    """Return torch's name of a dtype: float32."""
     return str(tensor.dtype).removeprefix("torch.")

@@ -89,7 +89,6 @@ def begin_random_numbers(*numbers: int) -> None:
 
 
 def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    """Restore the generators from ``random_state``."""
     torch.set_rng_state(state["random/cpu"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(state["random/cuda"], device)

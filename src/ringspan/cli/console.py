@@ -45,7 +45,6 @@ def _width(stream: object) -> int:
 
 
 def say(line: str) -> None:
-    """Print a line to standard error at once."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -98,7 +97,6 @@ def importing(*, quiet: bool = False) -> Iterator[None]:
 
 
 def heading(out: Console, text: str) -> None:
-    """Print a bold line above a section."""
     out.print(Text(text, style="bold"), soft_wrap=True)
 
 

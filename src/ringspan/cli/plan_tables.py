@@ -53,7 +53,6 @@ def show(
 
 
 def _documents(out: Console, result: dict[str, Any], layouts: Sequence[LayoutCost]) -> None:
-    """Print a step on each layout and route, fastest first."""
     packed = result["documents"]
     lengths = f"{packed['shortest']:,} to {packed['longest']:,} tokens"
     rows = [
@@ -71,7 +70,6 @@ def _documents(out: Console, result: dict[str, Any], layouts: Sequence[LayoutCos
 
 
 def _verdict(out: Console, answer: Plan, result: dict[str, Any]) -> None:
-    """Print the fit and its reason, the longest length that fits, and the request."""
     question, device = answer.question, answer.question.device
     needs, has, where = result["peak_bytes"] + result["reserve_bytes"], device.memory_bytes, "at the peak"
     if not result["fits"] and needs <= has:
@@ -260,7 +258,6 @@ def _text_command(answer: TextPlan, model: str) -> str:
 
 
 def _text_call(answer: TextPlan) -> str:
-    """Return the Python call for several prompts, which the command line does not take."""
     text = answer.text
     axes = {"ring": text.ring, "replicate": text.replicate, "tp": text.tp}
     mesh = ", ".join(f"{axis}={size}" for axis, size in axes.items() if axis == "ring" or size > 1)

@@ -25,7 +25,7 @@ class StepConfig:
     offload: OffloadName = "none"
     compute_dtype: str | None = None
     compile: bool | str = False
-    watchdog: bool = True
+    watchdog: bool = False
 
 
 def check_beside_compile(config: StepConfig) -> None:

@@ -15,7 +15,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.core.files.lock import FileLock
 from ringspan.evaluate.settings import EvalSettings
 from ringspan.generate.folder import base_folder
-from ringspan.generate.session import from_first_rank
+from ringspan.torch.transport.collectives import from_first_rank
 
 VERSION: Final = 1
 """Version of prompts, documents and scores: raise it on a change, so that old items are not mixed with new ones."""
@@ -84,7 +84,6 @@ class Records:
             raise ConfigError(f"{self.path}: is damaged; delete it to begin again") from error
 
     def add(self, record: dict[str, Any]) -> None:
-        """Append a record and sync it to disk."""
         try:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write(json.dumps(record) + "\n")

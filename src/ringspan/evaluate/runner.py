@@ -14,17 +14,16 @@ from ringspan.evaluate.records import Records, identity, records_file
 from ringspan.evaluate.scores import accuracy_rows, loss_rows
 from ringspan.evaluate.settings import PERPLEXITY, EvalSettings
 from ringspan.generate.folder import check_ids, load_config, load_tokenizer
-from ringspan.generate.session import Observer, Session, from_first_rank, session
+from ringspan.generate.session import Observer, Session, session
 from ringspan.torch.layers.decoder import text_config
 from ringspan.torch.layers.positions import num_trained_positions
+from ringspan.torch.transport.collectives import from_first_rank
 
 Key = tuple[Any, ...]
 
 
 @dataclass
 class EvalObserver(Observer):
-    """Callbacks for progress, on rank 0."""
-
     did: Callable[[int, int, str], None] = lambda done, total, what: None
     noticed: Callable[[str], None] = lambda line: None
 
@@ -134,7 +133,6 @@ def evaluate_rank(
 
 
 def result(settings: EvalSettings, planned: Plan | None, records: Records) -> EvalResult:
-    """Make the rows of the finished items."""
     assert planned is not None, "on the first rank"
     done = [records.by_key[key] for key in planned.keys]
     rows = loss_rows(done) if settings.task == PERPLEXITY else accuracy_rows(done)
@@ -151,7 +149,6 @@ def result(settings: EvalSettings, planned: Plan | None, records: Records) -> Ev
 def _answers(
     model: Session, settings: EvalSettings, keys: list[Key], make: Callable[[Key], Any]
 ) -> Iterator[dict[str, Any]]:
-    """Return records of these items, in order; the first rank makes them for all."""
     for place, key in enumerate(keys):
         item = from_first_rank(lambda key=key: make(key))
         record = measure(model, item) if isinstance(item, Document) else _answered(model, settings, item, key)

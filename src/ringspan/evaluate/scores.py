@@ -27,7 +27,6 @@ def normal(values: Sequence[float]) -> tuple[float, float] | None:
 
 
 def accuracy_rows(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Make a row per length and depth, in this order."""
     groups: dict[tuple[int, float | None], list[float]] = {}
     for record in records:
         groups.setdefault((record["length"], record["depth"]), []).append(record["score"])

@@ -10,7 +10,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.core.files.named import why_no_model
 from ringspan.core.messages.lines import refused
 from ringspan.evaluate.tasks import TASKS
-from ringspan.generate.settings import GenerateSettings
+from ringspan.generate.settings import GenerateSettings, check_option
 
 PERPLEXITY: Final = "perplexity"
 _TOKENIZERS: Final = "*.model", "*.txt", "*.jinja"
@@ -52,18 +52,15 @@ class EvalSettings:
         for depth in self.depths:
             if not (math.isfinite(depth) and 0 <= depth <= 1):
                 raise ConfigError(f"--depths {depth}: should be from 0 (beginning of the text) to 1 (its end)")
-        for name in ("items", "needles"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise ConfigError(f"--{name} {value}: should be at least 1")
-        if self.distractors < 0:
-            raise ConfigError(f"--distractors {self.distractors}: should be at least 0")
+        check_option("items", self.items, self.items >= 1, "at least 1")
+        check_option("needles", self.needles, self.needles is None or self.needles >= 1, "at least 1")
+        check_option("distractors", self.distractors, self.distractors >= 0, "at least 0")
         for path in self.text:
             if not Path(path).is_file():
                 raise ConfigError(f"--text {path}: is no file; give one that exists")
 
     @property
     def cells(self) -> list[tuple[int, float | None]]:
-        """Return the lengths and, if the task has them, depths."""
         depths = self.depths if self.task != PERPLEXITY and TASKS[self.task].has_depth else (None,)
         return [(length, depth) for length in self.lengths for depth in depths]
 
@@ -99,12 +96,10 @@ class HarnessSettings:
     def __post_init__(self) -> None:
         if not self.tasks:
             raise ConfigError("--tasks: give at least one task of lm-eval; `lm_eval ls tasks` lists them")
-        if self.limit is not None and self.limit < 1:
-            raise ConfigError(f"--limit {self.limit}: should be at least 1")
-        if self.num_fewshot is not None and self.num_fewshot < 0:
-            raise ConfigError(f"--num-fewshot {self.num_fewshot}: should be at least 0")
-        if self.seed is not None and not 0 <= self.seed < 1 << 32:  # numpy's limit
-            raise ConfigError(f"--seed {self.seed}: should be from 0 to 2^32 - 1")
+        check_option("limit", self.limit, self.limit is None or self.limit >= 1, "at least 1")
+        check_option("num_fewshot", self.num_fewshot, self.num_fewshot is None or self.num_fewshot >= 0, "at least 0")
+        is_seed = self.seed is None or 0 <= self.seed < 1 << 32  # numpy's limit
+        check_option("seed", self.seed, is_seed, "from 0 to 2^32 - 1")
         _ = self.generating
 
     @property
@@ -114,7 +109,6 @@ class HarnessSettings:
 
     @property
     def seeds(self) -> dict[str, int]:
-        """Return the seeds for ``simple_evaluate``."""
         if self.seed is None:
             return {}
         names = "random_seed", "numpy_random_seed", "torch_random_seed", "fewshot_random_seed"

@@ -46,5 +46,4 @@ def names(random: Random, count: int) -> list[str]:
 
 
 def number(random: Random) -> str:
-    """Return five random digits."""
     return str(random.randrange(10_000, 100_000))

@@ -28,7 +28,6 @@ from ringspan.torch.weights.loading import read_whole, unread_model
 
 
 def load_config(settings: GenerateSettings) -> PreTrainedConfig:
-    """Load the config of the folder's model."""
     folder = base_folder(settings.folder)
     with refused(settings.folder, OSError, ValueError, KeyError, TypeError, StrictDataclassError):
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -92,7 +91,6 @@ def load_tokenizer(folder: str, config: PreTrainedConfig) -> Tokenizer:
 
 
 def check_ids(ids: Sequence[int], settings: GenerateSettings, config: PreTrainedConfig) -> None:
-    """Refuse token ids that the model has no room for."""
     text = text_config(config)
     if not len(ids):
         raise ConfigError("the prompt is empty; at least one token is needed")
@@ -123,7 +121,6 @@ def load_model(settings: GenerateSettings, config: PreTrainedConfig) -> Any:
 
 
 def _with_adapter(model: Any, folder: str) -> Any:
-    """Merge an adapter into the model's weights."""
     from peft import PeftModel
 
     if not Path(folder, ADAPTER_WEIGHTS).is_file():

@@ -12,10 +12,10 @@ from transformers import PreTrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.generation.streamers import BaseStreamer, TextStreamer
 
-from ringspan.core.errors import ConfigError, RingspanError
+from ringspan.core.errors import ConfigError
 from ringspan.generate.folder import check_ids, load_model
 from ringspan.generate.settings import GenerateSettings
-from ringspan.torch.consistency.watchdog import Watchdog
+from ringspan.torch.consistency.watchdog import Limits, Watchdog
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.runtime.launch import local_device
 from ringspan.torch.runtime.mesh import init_mesh
@@ -46,17 +46,6 @@ class Answer:
     """Seconds per token after the first; None if there is no other."""
     cache_bytes_per_rank: int
     """Largest share of any rank."""
-
-
-@dataclass(frozen=True)
-class _Patience:
-    """The watchdog's time-outs for all ranks."""
-
-    silence_seconds: float
-    enabled: bool = True
-    timeout_steps: float = float("inf")
-    min_seconds: float = PATIENCE_SECONDS
-    patience_seconds: float = PATIENCE_SECONDS
 
 
 @dataclass
@@ -174,28 +163,23 @@ class _Listener(BaseStreamer):
         self._text = _Text(tokenizer, observer) if dist.get_rank() == 0 else None
 
     def put(self, value: Any) -> None:
-        """Take the prompt, then each new token."""
         self._num_tokens += 1
         self.wrote(self._num_tokens)
         if self._text is not None:
             self._text.put(value)
 
     def wrote(self, num_tokens: int) -> None:
-        """Count so many new tokens."""
         if num_tokens == 1:
             self.first = time.perf_counter()
         if num_tokens:
             self._watchdog.be(num_tokens, "writing", PATIENCE_SECONDS)
 
     def end(self) -> None:
-        """Finish after the last token."""
         if self._text is not None:
             self._text.end()
 
 
 class _Text(TextStreamer):
-    """transformers' streamer for an observer."""
-
     def __init__(self, tokenizer: Any, observer: Observer) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._observer = observer
@@ -213,24 +197,10 @@ def session(
     observer.doing("loading the model")
     model = load_model(settings, config)
     mesh = init_mesh(tp=settings.tp)
-    model: Any = parallelize(model, mesh, watchdog=False)  # the session has its own
+    model: Any = parallelize(model, mesh)
     if settings.prefill_tokens is not None:
         model.ring_prefill_tokens = settings.prefill_tokens
     torch.manual_seed(settings.seed)
-    with Watchdog(_Patience(settings.silence_seconds), None) as watchdog:
+    limits = Limits(silence_seconds=settings.silence_seconds, patience_seconds=PATIENCE_SECONDS)
+    with Watchdog(limits, None) as watchdog:
         yield Session(settings, model, tokenizer, watchdog, observer)
-
-
-def from_first_rank(function: Callable[[], Any]) -> Any:
-    """Return a function's result on rank 0, or raise its error, on every rank."""
-    found: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            found[0] = function()
-        except RingspanError as error:
-            found[1] = error
-    dist.broadcast_object_list(found)
-    value, error = found
-    if error is not None:
-        raise error
-    return value

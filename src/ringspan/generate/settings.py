@@ -39,21 +39,23 @@ class GenerateSettings:
     def __post_init__(self) -> None:
         for name in ("max_new_tokens", "tp", "prefill_tokens"):
             value = getattr(self, name)
-            _check(name, value, value is None or value >= 1, "at least 1")
-        _check("seed", self.seed, 0 <= self.seed < 1 << 63, "from 0 to 2^63 - 1")
+            check_option(name, value, value is None or value >= 1, "at least 1")
+        check_option("seed", self.seed, 0 <= self.seed < 1 << 63, "from 0 to 2^63 - 1")
         hint = "leave --temperature, --top-p and --top-k out for the most likely tokens"
         temperature, top_p, top_k = self.temperature, self.top_p, self.top_k
-        _check(
+        check_option(
             "temperature", temperature, temperature is None or 0 < temperature < math.inf, f"above 0 and finite; {hint}"
         )
-        _check("top_p", top_p, top_p is None or 0 < top_p <= 1, f"above 0 and at most 1; {hint}")
-        _check("top_k", top_k, top_k is None or top_k >= 1, f"at least 1; {hint}")
+        check_option("top_p", top_p, top_p is None or 0 < top_p <= 1, f"above 0 and at most 1; {hint}")
+        check_option("top_k", top_k, top_k is None or top_k >= 1, f"at least 1; {hint}")
         for name, names in (("dtype", DTYPES), ("cache_dtype", _CACHE_DTYPES), ("weights", WEIGHTS_NAMES)):
             value = getattr(self, name)
-            _check(name, value, value in names, f"one of {', '.join(names)}")
+            check_option(name, value, value in names, f"one of {', '.join(names)}")
         if self.save_cache is not None:
-            _check("save_cache", self.save_cache, not os.path.exists(self.save_cache), "a new folder; this one exists")
-            _check(
+            check_option(
+                "save_cache", self.save_cache, not os.path.exists(self.save_cache), "a new folder; this one exists"
+            )
+            check_option(
                 "save_cache",
                 self.save_cache,
                 Path(self.save_cache).absolute().parent.is_dir(),
@@ -61,7 +63,9 @@ class GenerateSettings:
             )
         if self.load_cache is not None:
             is_there = os.path.isfile(os.path.join(self.load_cache, "manifest.json"))
-            _check("load_cache", self.load_cache, is_there, "a folder that --save-cache wrote, with its manifest.json")
+            check_option(
+                "load_cache", self.load_cache, is_there, "a folder that --save-cache wrote, with its manifest.json"
+            )
 
     def check_ranks(self, num_ranks: int) -> None:
         """Raise ConfigError for a number of ranks that does not make rings of ``tp``."""
@@ -78,6 +82,6 @@ class GenerateSettings:
         return {"max_new_tokens": self.max_new_tokens, "do_sample": bool(given), **given}
 
 
-def _check(name: str, value: Any, is_right: bool, should_be: str) -> None:
+def check_option(name: str, value: Any, is_right: bool, should_be: str) -> None:
     if not is_right:
         raise ConfigError(f"--{name.replace('_', '-')} {value}: should be {should_be}")

@@ -52,7 +52,6 @@ class EvenSampler(Sampler[int]):
         yield from step
 
     def _say(self, work: NDArray[np.int64], places: NDArray[np.int64]) -> None:
-        """Report the first step in which examples are moved."""
         if self._has_said:
             return
         moved, after, before = worth_of_sharing(work[None], places[None])

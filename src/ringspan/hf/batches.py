@@ -33,7 +33,7 @@ from ringspan.torch.generate.cache.cache import RingCache
 from ringspan.torch.layers.cache_names import given_cache
 from ringspan.torch.layers.decoder import text_config
 from ringspan.torch.layers.modules import mix_in, seen_as
-from ringspan.torch.model.adapters import base_of, is_peft
+from ringspan.torch.model.adapters import base_of
 from ringspan.torch.model.tasks.causal_lm import RingCausalLM
 from ringspan.torch.model.tasks.classifier import RingClassifier
 from ringspan.torch.parallelize import put_on_mesh
@@ -106,7 +106,7 @@ def takes_whole_batches(
     autocast: Callable[..., AbstractContextManager[Any]] | None = None,
 ) -> None:
     """Put a model on a ring if needed and let it take whole batches; in place. ``autocast`` makes its contexts."""
-    base: Any = base_of(model) if is_peft(model) else model
+    base = base_of(model)
     fused, plain = take_fused_forward(base), type(base).forward
     if not _is(base, RingCausalLM):
         devices = [torch.cuda.current_device()] if mesh.device_type == "cuda" else []
@@ -130,7 +130,7 @@ def _is(model: Any, kind: type) -> bool:
 @contextmanager
 def whole_logits(model: nn.Module, *, wanted: bool) -> Iterator[None]:
     """Make passes with labels return logits too, or not, in this context."""
-    kind: Any = type(base_of(model) if is_peft(model) else model)
+    kind: Any = type(base_of(model))
     before, kind.ring_wants_logits = kind.ring_wants_logits, wanted
     try:
         yield
@@ -139,7 +139,6 @@ def whole_logits(model: nn.Module, *, wanted: bool) -> Iterator[None]:
 
 
 def _called(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
-    """Run one pass of the whole batch in ``kwargs``."""
     whole = {name: kwargs.pop(name) for name in TAKEN if name in kwargs}
     is_fused, count = kwargs.pop("fused_lm_head", False), None
     with preparing(model.ring_mesh, "a forward pass"):
@@ -181,7 +180,6 @@ def _called(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any
 
 
 def _counted(number: Any) -> int | None:
-    """Convert Trainer's ``num_items_in_batch``, sometimes a float32 tensor."""
     if number is None:
         return None
     value = number.item() if isinstance(number, Tensor) else number
@@ -215,7 +213,6 @@ def _loss_of(model: Any, output: Any, targets: Tensor, count: int | None) -> Ten
 
 
 def _everywhere(model: Any, numbers: Tensor) -> Tensor:
-    """Sum over all ranks that have other tokens, in place."""
     for axis in ("ring", "replicate"):
         if model.ring_mesh[axis].size() > 1:
             dist.all_reduce(numbers, group=model.ring_mesh[axis].get_group())

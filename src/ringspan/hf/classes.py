@@ -12,13 +12,13 @@ from ringspan.torch.consistency.calls import preparing
 from ringspan.torch.data.batch import IGNORED, TAKEN, shard_batch
 from ringspan.torch.data.batch_layout import BatchLayout, Unsharded
 from ringspan.torch.data.padding import real_tokens, refuse_targets_of_padding
-from ringspan.torch.model.adapters import base_of, is_peft
+from ringspan.torch.model.adapters import base_of
 from ringspan.torch.model.tasks.classifier import RingClassifier, pools
 
 
 def classifies(model: Any) -> bool:
     """Return True for a classifier on a ring, also inside adapters."""
-    return isinstance(base_of(model) if is_peft(model) else model, RingClassifier)
+    return isinstance(base_of(model), RingClassifier)
 
 
 def classified(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any:

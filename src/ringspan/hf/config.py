@@ -42,7 +42,6 @@ class RingConfig(StepConfig):
             object.__setattr__(self, "compute_dtype", str(self.compute_dtype).removeprefix("torch."))
 
     def make_mesh(self) -> DeviceMesh:
-        """Return the given mesh, or a new one over all ranks."""
         if self.mesh is not None:
             return ring_mesh(self.mesh)
         return init_mesh(ring=self.ring, replicate=self.replicate, tp=self.tp)
@@ -54,5 +53,4 @@ class RingConfig(StepConfig):
 
     @property
     def step(self) -> StepConfig:
-        """Options for ``parallelize``."""
         return StepConfig(**{field.name: getattr(self, field.name) for field in fields(StepConfig)})

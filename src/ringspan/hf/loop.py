@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Never
+from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -17,6 +17,7 @@ from ringspan.hf.progress import load_optimizer, save_optimizer
 from ringspan.hf.refusals import refuse_accelerator
 from ringspan.hf.replicas import RingAccelerator, count_rings
 from ringspan.hf.seams import plain_optimizer
+from ringspan.torch.layers.modules import refusing
 from ringspan.torch.model.saving import whole_weights
 
 _WEIGHTS = "model.safetensors"
@@ -81,16 +82,10 @@ def ring_accelerator(ring: RingConfig | None = None, **options: Any) -> "LoopAcc
 
 
 def _refuse(name: str, advice: str) -> Any:
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> Never:
-        raise UnsupportedError(f"accelerator.{name} is not for a ring; {advice}")
-
-    refuse.__name__, refuse.__doc__ = name, "Not on a ring."
-    return refuse
+    return refusing(f"accelerator.{name} is not for a ring; {advice}")
 
 
 class LoopAccelerator(RingAccelerator):
-    """The accelerator of ``ring_accelerator``."""
-
     gather_for_metrics = _refuse(
         "gather_for_metrics",
         "model(**batch).loss is that of the whole batch already; use gather, with drop_last=True where examples do not "
@@ -208,7 +203,6 @@ class _ReplicaScheduler(AcceleratedScheduler):
 
 
 def _shard_of(parameter: Any, names: dict[int, Any], shards: dict[int, dict[str, Any]]) -> Any:
-    """Return the shard that replaces a parameter."""
     if id(parameter) in names:
         model, name = names[id(parameter)]
         return shards[id(model)][name]
@@ -218,6 +212,5 @@ def _shard_of(parameter: Any, names: dict[int, Any], shards: dict[int, dict[str,
 
 
 def _model_of(optimizer: Any, models: list[Any]) -> Any:
-    """Return the model whose parameters an optimizer has."""
     first = plain_optimizer(optimizer).param_groups[0]["params"][0]
     return next(model for model in models if any(p is first for p in model.parameters()))

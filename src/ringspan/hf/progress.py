@@ -66,7 +66,6 @@ def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tens
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return, per parameter group, the learning rate and other settings as numbers."""
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         values = {name: value for name, value in group.items() if name != "params"}

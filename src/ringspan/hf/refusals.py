@@ -59,7 +59,6 @@ _WHERE_SET: Final = {
 
 
 def _unsupported(args: Any, ring: RingConfig) -> Iterator[tuple[str, str]]:
-    """Yield each unsupported argument with the alternative."""
     if getattr(args, "parallelism_config", None) is not None:
         yield "parallelism_config, a second parallelism besides the ring,", "leave it out"
     for name, remedy in _WHERE_SET.items():

@@ -15,12 +15,12 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import recursively_apply
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 from ringspan.hf.batches import takes_whole_batches
 from ringspan.hf.seams import note_prepared
 from ringspan.torch.consistency.calls import exchanging
 from ringspan.torch.data.batch import IGNORED
+from ringspan.torch.layers.modules import whole
 from ringspan.torch.model.view import is_classifier
 from ringspan.torch.transport.collectives import gather_over
 
@@ -121,8 +121,8 @@ class RingAccelerator(Accelerator):
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
         """Clip by the whole norm; return it as a plain tensor on every rank."""
-        norm = super().clip_grad_norm_(parameters, max_norm, norm_type)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        norm: Any = super().clip_grad_norm_(parameters, max_norm, norm_type)
+        return whole(norm)
 
 
 def without_repeats(accelerator: RingAccelerator, inputs: Any) -> Any:

@@ -89,13 +89,11 @@ class OwnParts(Trainer):
 
 
 def note_prepared(accelerator: Any, model: Any) -> None:
-    """Register a model that an accelerator need not prepare again."""
     if not any(model is known for known in accelerator._models):
         accelerator._models.append(model)
 
 
 def plain_optimizer(optimizer: Any) -> Any:
-    """Unwrap torch's optimizer from an accelerator's."""
     return getattr(optimizer, "optimizer", optimizer)
 
 

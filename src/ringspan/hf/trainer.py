@@ -11,7 +11,6 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import seed_worker
 
@@ -28,6 +27,7 @@ from ringspan.hf.seams import OwnParts, TrainerSeams, check_seams, method_behind
 from ringspan.torch.consistency.calls import Call, check_call, preparing
 from ringspan.torch.data.batch import targets_of
 from ringspan.torch.data.padding import real_tokens
+from ringspan.torch.layers.modules import whole
 from ringspan.torch.runtime.mesh import wait_for
 
 _SCHEDULER: Final = "scheduler.pt"
@@ -105,7 +105,6 @@ class RingTrainerMixin(TrainerSeams):
             self._put_on_ring(self.model)
 
     def call_model_init(self: Any, trial: Any = None) -> nn.Module:
-        """Return the model of ``model_init``, on the ring."""
         model = super().call_model_init(trial)
         self._put_on_ring(model)
         return model
@@ -145,7 +144,7 @@ class RingTrainerMixin(TrainerSeams):
         """Run Trainer's step; a loss with a penalty on weights may be a ``DTensor``."""
         with explained(method_behind(self, "compute_loss")):
             loss = super().training_step(*args, **kwargs)
-        return _whole(loss)
+        return whole(loss)
 
     def compute_loss(self: Any, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Compute the loss; a user's own function gets no label that padding would predict."""
@@ -165,7 +164,7 @@ class RingTrainerMixin(TrainerSeams):
         with whole_logits(self.model, wanted=not prediction_loss_only):
             found = super().prediction_step(model, inputs, prediction_loss_only, ignore_keys=ignore_keys)
         loss, logits, labels = found
-        return _whole(loss), logits, labels
+        return None if loss is None else whole(loss), logits, labels
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save a folder that ``from_pretrained`` or PEFT opens; every rank calls it, and rank 0 writes."""
@@ -174,7 +173,6 @@ class RingTrainerMixin(TrainerSeams):
         super().save_model(output_dir, _internal_call)
 
     def save_beside_model(self: Any, output_dir: str | None) -> None:
-        """Save the tokenizer and the arguments."""
         if not self.args.should_save:
             return
         folder = self.args.output_dir if output_dir is None else output_dir
@@ -205,7 +203,6 @@ class RingTrainerMixin(TrainerSeams):
         return load_adapter(Path(checkpoint), self.model)
 
     def rollout(self) -> AbstractContextManager[None]:
-        """Count by replica while completions are made and scored."""
         return rollout_of_replica(self)
 
     def first_ranks(self: Any, answer: Any) -> Any:
@@ -217,10 +214,6 @@ class RingTrainerMixin(TrainerSeams):
         """Yield a folder with the random numbers that this rank continues with."""
         with random_state_folder(Path(checkpoint), self.args.process_index, self.args.world_size) as folder:
             yield folder
-
-
-def _whole(loss: Any) -> Any:
-    return loss.full_tensor() if isinstance(loss, DTensor) else loss
 
 
 class RingTrainer(RingTrainerMixin, Trainer):

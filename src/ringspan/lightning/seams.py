@@ -23,7 +23,6 @@ SOURCE: Final = {
 
 
 def give_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
-    """Set ``module.device_mesh``."""
     private: Any = module
     private._device_mesh = mesh
 

@@ -1,5 +1,6 @@
 """Lightning's strategy for already split models, over a mesh with a ring."""
 
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Final
@@ -89,12 +90,10 @@ class RingStrategy(ModelParallelStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """Return the sampler arguments for this rank's replica."""
         replicas = self.device_mesh["replicate"]
         return {"num_replicas": replicas.size(), "rank": replicas.get_local_rank()}
 
     def setup_environment(self) -> None:
-        """Join the process group and make the mesh."""
         ring, replicate, tp = self._sizes
         found = split_world(self.num_nodes * self.num_processes, ring, replicate, tp)
         module = self.lightning_module
@@ -191,41 +190,29 @@ class ToldErrors(Callback):
         trainer.strategy.on_exception(exception)
 
 
+def _agreeing(event: str) -> Callable[..., None]:
+    def agree(self: "AgreedStop", trainer: Trainer, *_: object, **__: object) -> None:
+        with in_call(event):
+            trainer.should_stop = any(hear_all(self.mesh, Call(event, said=bool(trainer.should_stop))))
+
+    return agree
+
+
 class AgreedStop(Callback):
     """The last of a trainer's callbacks: all ranks stop if ``trainer.should_stop`` is set on any."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
-        self._mesh = mesh
+        self.mesh = mesh
 
-    def _agree(self, trainer: Trainer, event: str) -> None:
-        with in_call(event):
-            trainer.should_stop = any(hear_all(self._mesh, Call(event, said=bool(trainer.should_stop))))
-
-    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
-        """Agree before the first batch."""
-        self._agree(trainer, "the start of training")
-
-    def on_train_batch_end(self, trainer: Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        """Agree before Lightning asks for another batch."""
-        self._agree(trainer, "the end of a training batch")
-
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: Any, optimizer: Any) -> None:
-        """Agree before gradients are clipped together."""
-        self._agree(trainer, "an optimizer step")
-
-    def on_validation_end(self, trainer: Trainer, pl_module: Any) -> None:
-        self._agree(trainer, "the end of a validation")
-
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: Any) -> None:
-        self._agree(trainer, "the end of an epoch")
-
-    def on_train_end(self, trainer: Trainer, pl_module: Any) -> None:
-        """Agree, so that no rank is gone when another raises."""
-        self._agree(trainer, "the end of training")
+    on_train_start = _agreeing("the start of training")
+    on_train_batch_end = _agreeing("the end of a training batch")  # before Lightning asks for another one
+    on_before_optimizer_step = _agreeing("an optimizer step")  # before gradients are clipped together
+    on_validation_end = _agreeing("the end of a validation")
+    on_train_epoch_end = _agreeing("the end of an epoch")
+    on_train_end = _agreeing("the end of training")  # so that no rank is gone when another raises
 
 
 def _refuse_callbacks(trainer: Any) -> None:
-    """Raise UnsupportedError for the first callback that works on whole weights."""
     for callback in trainer.callbacks:
         for kind, does in _CALLBACKS:
             if isinstance(callback, kind):

@@ -12,8 +12,8 @@ from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from ringspan.core.errors import ConfigError
 from ringspan.core.files.named import MODEL_CONFIG
 from ringspan.core.files.weights import refuse_beside
-from ringspan.core.messages.lines import one_line
-from ringspan.torch.consistency.calls import Call, check_call
+from ringspan.core.messages.lines import one_line, refused
+from ringspan.torch.consistency.calls import meeting
 from ringspan.torch.consistency.loop_watch import in_call, watch_loop
 from ringspan.torch.model.support import refuse_config, refuse_quantised
 from ringspan.torch.parallelize import parallelize
@@ -71,9 +71,8 @@ def from_pretrained(
     Each is raised on every rank. Tensors that the model has no place for are logged.
     """
     mesh = ring_mesh(mesh)
-    model: Any = None
-    try:
-        try:
+    with meeting(mesh, "from_pretrained") as facts:
+        with refused(f"{folder_or_id}: is no folder, nor to be had from the Hub", OSError, ValueError):
             folder = folder_of(
                 folder_or_id,
                 revision=revision,
@@ -81,8 +80,6 @@ def from_pretrained(
                 subfolder=subfolder,
                 variant=variant,
             )
-        except (OSError, ValueError) as error:  # so are the errors of the Hub's client
-            raise ConfigError(f"{folder_or_id}: is no folder, nor to be had from the Hub: {one_line(error)}") from error
         config = _config(folder, trust_remote_code=trust_remote_code) if config is None else config
         refuse_config(config)
         refuse_quantised(config)
@@ -99,12 +96,8 @@ def from_pretrained(
         if extra and mesh.get_rank() == int(mesh.mesh.min()):
             _log.warning("%s: the model has no place for %s, left out", folder_or_id, first_of(extra))
         model = model if adapt is None else adapt(model)
-        facts = {"tensors in the files": files.digest, "watchdog": options.get("watchdog", True)}
-        call = Call("from_pretrained", facts)
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
-        call = Call("from_pretrained", error=error)
-    check_call(mesh, call)
-    if options.get("watchdog", True):
+        facts.alike = {"tensors in the files": files.digest, "watchdog": options.get("watchdog", False)}
+    if options.get("watchdog", False):
         watch_loop(mesh)  # a rank may be killed from now on
     with in_call("loading the model"):
         return parallelize(model, mesh, **options)

@@ -23,7 +23,7 @@ from ringspan.core.names import (
     OffloadName,
 )
 from ringspan.core.step_config import StepConfig
-from ringspan.torch.consistency.calls import Call, check_call
+from ringspan.torch.consistency.calls import Call, check_call, meeting
 from ringspan.torch.consistency.fixed import note_buffers, note_data, refuse_copy, structure_of
 from ringspan.torch.consistency.loop_watch import in_call, watch_loop
 from ringspan.torch.consistency.optimizers import watch_optimizers
@@ -42,7 +42,7 @@ from ringspan.torch.layers.router_loss import record_routers
 from ringspan.torch.memory.checkpointing import checkpoint_layers
 from ringspan.torch.memory.sharding import shard_weights
 from ringspan.torch.memory.shared_blocks import join_shared_blocks
-from ringspan.torch.model.adapters import adapter_facts, base_of, is_peft, put_on_ring
+from ringspan.torch.model.adapters import adapter_facts, base_of, put_on_ring
 from ringspan.torch.model.attention.function import register_attention
 from ringspan.torch.model.attention.own import take_over_attention
 from ringspan.torch.model.config_changes import copy_configs, deciding_fields
@@ -81,7 +81,7 @@ def parallelize(
     offload: OffloadName = "none",
     compute_dtype: torch.dtype | None = None,
     compile: bool | str = False,
-    watchdog: bool = True,
+    watchdog: bool = False,
 ) -> PreTrainedModel:
     """Put a decoder-only causal LM of transformers on the ring, in place; feed it what ``shard_batch`` returns.
 
@@ -131,8 +131,10 @@ def parallelize(
         compute_dtype: dtype that layers compute in (parameters keep theirs); the parameters' own when None.
         compile: make each layer a program with torch.compile, when it first runs; a name chooses another backend than
             ``inductor``. Not together with ``offload``, ``layers_per_checkpoint`` or blocks of feed-forwards and norms.
-        watchdog: end this process, with a line that names the awaited rank, when a rank dies, or does not come to a
-            call within the time-out of the process group (``ringspan.torch.consistency.loop_watch``).
+        watchdog: connect the ranks by a port of their own, and end this process, with a line that names the awaited
+            rank, when a rank dies, or does not come to a call within the time-out of the process group. Otherwise the
+            wait ends as torch ends it, and a line names the ranks that did not come
+            (``ringspan.torch.consistency.loop_watch``).
 
     Raises:
         UnsupportedError: the model or its config asks for something that would not be exact.
@@ -212,9 +214,8 @@ def _agreed(given: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> tup
     Raises:
         RingspanError: what ``parallelize`` says, on every rank.
     """
-    model, parts = given, None
-    try:
-        model = base_of(given) if is_peft(given) else given
+    with meeting(mesh, "parallelize") as met:
+        model = base_of(given)
         set_aside(model)
         check_finite(model, mesh)
         parts = check_parts(model, mesh, config)
@@ -222,11 +223,7 @@ def _agreed(given: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> tup
         facts |= describe_weights(model)
         facts |= {f"config.{name}": str(value) for name, value in deciding_fields(model.config).items()}
         facts |= adapter_facts(given)
-        call = Call("parallelize", {"model": type(model).__name__} | facts)
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
-        call = Call("parallelize", error=error)
-    check_call(mesh, call)
-    assert parts is not None, "an error is raised there"
+        met.alike = {"model": type(model).__name__} | facts
     return model, parts
 
 

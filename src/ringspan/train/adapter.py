@@ -14,15 +14,14 @@ from ringspan.torch.weights.deferred import Deferred, Region, deferred, part, sh
 from ringspan.torch.weights.loading import auto_class
 from ringspan.torch.weights.saving import plan_files, saved_names, shards_of
 from ringspan.torch.weights.writing import MAX_SHARD_SIZE, WeightsPlan
-from ringspan.train.config.tables import TrainConfig
+from ringspan.train.config.adapter_table import AdapterConfig
 
 BASE_PREFIX: Final = "base_model.model."  # of the names of a model's weights inside of PEFT's
 _INNER: Final = ".base_layer."  # between a layer's name and its weight's, inside of PEFT's layers
 
 
-def add_adapter(model: PreTrainedModel, config: TrainConfig) -> Any:
-    """Add the run's adapter, trained alone and in float32; return the model unchanged if the run has none."""
-    settings = config.adapter
+def add_adapter(model: PreTrainedModel, settings: AdapterConfig, path: str | None, *, seed: int = 0) -> Any:
+    """Add the adapter of a run, trained alone and in float32, to the model of ``path``; none without a rank."""
     if settings.rank is None:
         return model
     from peft import LoraConfig, TaskType, get_peft_model
@@ -37,13 +36,12 @@ def add_adapter(model: PreTrainedModel, config: TrainConfig) -> Any:
         use_rslora=settings.use_rslora,
         lora_dropout=0.0,
     )
-    torch.manual_seed(config.seed)
+    torch.manual_seed(seed)
     where = f"adapter.target_modules = {targets}"
     with refused(where, ValueError, TypeError, NotImplementedError), asking_as_before():
         peft: Any = get_peft_model(model, lora)
     if settings.merge:
         _refuse_tied(peft)
-    path = config.model.path
     if path is not None and Path(path).is_dir():  # so that the adapter finds it from anywhere
         peft.peft_config["default"].base_model_name_or_path = str(Path(path).resolve())
     return peft
@@ -102,7 +100,6 @@ def plan_merged(model: Any, config: PreTrainedConfig, dtype: torch.dtype, *, is_
 
 
 def _layer(alone: Any, path: str, matrices: dict[str, Any]) -> nn.Module:
-    """Return PEFT's layer at a path, with the adapter's matrices and no weight yet."""
     prefix = f"{BASE_PREFIX}{path}."
     layer = alone.get_submodule(prefix.removesuffix("."))
     own = {name.removeprefix(prefix): x for name, x in matrices.items() if name.startswith(prefix)}

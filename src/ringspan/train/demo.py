@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ringspan.core.names import LayoutName
@@ -19,6 +18,7 @@ from ringspan.measure.bench.step import StepCase, small_llama
 from ringspan.measure.trace.tracker import held_activations
 from ringspan.torch.data.batch import shard_batch
 from ringspan.torch.layers.decoder import decoder_of, layers_of
+from ringspan.torch.layers.modules import whole
 from ringspan.torch.memory.checkpointing import checkpoint_layers
 from ringspan.torch.model.view import view_of
 from ringspan.torch.parallelize import parallelize
@@ -105,7 +105,7 @@ def prove(folder: str, options: DemoOptions, say: Say = lambda line: None) -> di
     model = parallelize(_load(folder), mesh, layout=options.layout)
     loss = model(**shard_batch(batch, mesh, layout=options.layout)).loss
     loss.backward()
-    gradients = {name: _whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+    gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
     # The other ranks are done: rank 0 takes the whole machine for what one process computes.
     if dist.get_rank() != 0:
         return {}
@@ -148,7 +148,7 @@ def told(model: PreTrainedModel, say: Say, every_seconds: float = 5.0) -> Iterat
     """Report progress of a checkpointed model's step every few seconds: layers forward, and again backward."""
     layers, started, num_run, said = layers_of(decoder_of(model)), time.perf_counter(), 0, 0.0
 
-    def tell(*_: Any) -> None:
+    def tell(*_: object) -> None:
         nonlocal num_run, said
         num_run, passed, n = num_run + 1, time.perf_counter() - started, len(layers)
         if passed - said >= every_seconds:
@@ -164,7 +164,6 @@ def told(model: PreTrainedModel, say: Say, every_seconds: float = 5.0) -> Iterat
 
 
 def _text_tokens(folder: str, length: int) -> torch.Tensor:
-    """Tokenize the start of one long file of the standard library. Shape (1, length)."""
     text = Path(sysconfig.get_paths()["stdlib"], "argparse.py").read_text(encoding="utf-8")
     return AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")["input_ids"][:, :length]
 
@@ -176,10 +175,6 @@ def _load(folder: str) -> Any:
 
 def _relative(x: torch.Tensor, expected: torch.Tensor) -> float:
     return float((x.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
-
-
-def _whole(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 def measure_memory(options: DemoOptions, say: Say = lambda line: None) -> list[dict[str, Any]]:

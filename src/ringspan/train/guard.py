@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringspan.core.errors import PeerMismatch, RingspanError
+from ringspan.core.messages.lines import few
 from ringspan.torch.layers.modules import local_part
 from ringspan.torch.transport.collectives import gather
 from ringspan.train.config.tables import GuardConfig
@@ -132,7 +133,6 @@ class Spikes:
         return None
 
     def accept(self, loss: float, norm: float) -> None:
-        """Remember an ordinary step."""
         for last, value in zip(self._last.values(), (loss, norm), strict=True):
             last.append(_log(value))
 
@@ -165,11 +165,6 @@ def _where(parameters: Iterable[tuple[str, Tensor]]) -> str:
         if found:
             rank, names = next(iter(found.items()))
             others = sum(map(len, found.values())) - 1
-            more = f" (and {others} more, on ranks {_listed(found)})" if others else ""
+            more = f" (and {others} more, on ranks {few(found)})" if others else ""
             return f"{what} of {names[-1]} not finite on rank {rank}{more}"
     return "every gradient is finite"
-
-
-def _listed(ranks: Iterable[int], limit: int = 8) -> str:
-    shown = list(ranks)
-    return ", ".join(map(str, shown[:limit])) + (", ..." if len(shown) > limit else "")

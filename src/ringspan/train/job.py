@@ -15,7 +15,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig
 
 from ringspan.checkpoints.state import begin_random_numbers
@@ -26,6 +25,7 @@ from ringspan.measure.machine import measure_flops, peak_bytes
 from ringspan.torch.data.batch import IGNORED, shard_batch
 from ringspan.torch.generate.cache.identity import digest_of
 from ringspan.torch.layers.decoder import decoder_of, text_config
+from ringspan.torch.layers.modules import whole
 from ringspan.torch.layers.positions import beyond_table
 from ringspan.torch.memory.checkpointing import choose_checkpoint
 from ringspan.torch.parallelize import put_on_mesh
@@ -83,7 +83,7 @@ class Job:
             loss += float(micro.detach())
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         total = gradient_norm(parameters)
-        norm = float(total.full_tensor() if isinstance(total, DTensor) else total)
+        norm = float(whole(total))
         # Judged before it is clipped: a factor of NaN would spoil every gradient, and hide the one that began it.
         verdict = guard.judge(step, loss, norm, self.model.named_parameters(), peak_bytes(self.device))
         if verdict.apply:
@@ -119,10 +119,10 @@ def prepare(
     with _first_rank_first():
         tokenizer, data = _text(config, model_config, kept_tokenizer)
     doing("loading the model" if config.model.init == "pretrained" else "building the model")
-    model: Any = build_model(config, model_config)
+    model: Any = build_model(config.model, model_config, seed=config.seed, sees=config.data.messages is not None)
     num_parameters, num_weights = model.num_parameters(), float(num_matmul_parameters(model))
     base = model
-    if (model := add_adapter(base, config)) is not base:
+    if (model := add_adapter(base, config.adapter, config.model.path, seed=config.seed)) is not base:
         num_trained = model.num_parameters(only_trainable=True)
         num_weights = num_trained + num_weights * 2 / 3  # no gradients of the others are computed
     else:
@@ -173,12 +173,11 @@ def prepare(
 
 
 def _text(config: TrainConfig, model_config: PreTrainedConfig, kept: Path | None) -> tuple[Tokenizer, Data]:
-    """Return the tokenizer or processor, and the sequences of the run."""
     if config.data.messages is not None:
-        processor = load_processor(config, model_config, kept)
+        processor = load_processor(config.model, model_config, kept)
         return processor, build_seen(config, processor)
     scan = scan_documents(config.data)
-    tokenizer = load_tokenizer(config, model_config, scan.documents, kept)
+    tokenizer = load_tokenizer(config.model, model_config, scan.documents, kept)
     return tokenizer, build_data(config, tokenizer, scan, vocabulary=text_config(model_config).vocab_size)
 
 
@@ -203,7 +202,6 @@ class Batches:
         self.num_tokens = self._order.global_batch_size * config.data.sequence_length_tokens
 
     def position(self, step: int) -> int:
-        """Return the number of sequences taken up to this step."""
         return self._order.place(step)
 
     def seek(self, step: int, num_sequences: int) -> None:
@@ -230,10 +228,10 @@ class Batches:
         """Return the valid targets of a whole step (from 1) and this rank's part of each micro-step."""
         replica = self._mesh["replicate"].get_local_rank()
         indices = self.indices(step)[:, replica]
-        whole = [self._sequences.batch(some.tolist()) for some in indices]
-        valid = torch.tensor(sum(int((b["shift_labels"] != IGNORED).sum()) for b in whole), device=self._device)
+        batches = [self._sequences.batch(some.tolist()) for some in indices]
+        valid = torch.tensor(sum(int((b["shift_labels"] != IGNORED).sum()) for b in batches), device=self._device)
         dist.all_reduce(valid, group=self._mesh["replicate"].get_group())
-        parts = (shard_batch(b, self._mesh, layout=self._layout, device=self._device) for b in whole)
+        parts = (shard_batch(b, self._mesh, layout=self._layout, device=self._device) for b in batches)
         return int(valid), parts
 
 
@@ -247,22 +245,22 @@ def learning_rate(step: int, steps: int, settings: OptimizerConfig) -> float:
 
 
 @torch.no_grad()
-def evaluate(model: Any, mesh: DeviceMesh, sequences: Sequences, config: TrainConfig, device: torch.device) -> float:
+def evaluate(job: Job, sequences: Sequences) -> float:
     """Compute the loss over the first held-out sequences: the sum over their valid targets over their count.
 
     Replicas share the work; some run an example without targets if needed, so that all ranks join every exchange.
     """
-    model.eval()
+    model, mesh, device = job.model.eval(), job.mesh, job.device
     replicate, replica = mesh["replicate"].size(), mesh["replicate"].get_local_rank()
-    count = min(len(sequences), config.evaluation.num_sequences)
+    count = min(len(sequences), job.config.evaluation.num_sequences)
     total, num_targets = 0.0, 0
     for first in range(0, count, replicate):
-        whole = sequences.batch([min(first + replica, count - 1)])
+        batch = sequences.batch([min(first + replica, count - 1)])
         if first + replica >= count:
-            whole["shift_labels"].fill_(IGNORED)
-        valid = (whole["shift_labels"] != IGNORED).sum().to(device)
+            batch["shift_labels"].fill_(IGNORED)
+        valid = (batch["shift_labels"] != IGNORED).sum().to(device)
         dist.all_reduce(valid, group=mesh["replicate"].get_group())
-        part = shard_batch(whole, mesh, layout=config.attention.layout, device=device)
+        part = shard_batch(batch, mesh, layout=job.config.attention.layout, device=device)
         total += float(model(**part, num_items_in_batch=1).loss)
         num_targets += int(valid)
     model.train()

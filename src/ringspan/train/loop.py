@@ -16,7 +16,7 @@ from ringspan.checkpoints.manifest import Manifest
 from ringspan.checkpoints.state import random_state, restore, run_state
 from ringspan.core.errors import CheckpointError, ConfigError
 from ringspan.core.files.disk import write_synced
-from ringspan.torch.consistency.watchdog import Watchdog
+from ringspan.torch.consistency.watchdog import Limits, Watchdog
 from ringspan.torch.model.adapters import is_peft
 from ringspan.torch.weights.writing import HEADROOM_BYTES
 from ringspan.train.config.tables import TrainConfig
@@ -69,7 +69,8 @@ def train(config: TrainConfig, observer: Observer | None = None, *, then_exit: b
         job = prepare(config, None if record.is_new else tokenizer_of(run), doing)
         begin_run(config, record, lock, job.model, job.tokenizer, job.data)
         announce = observer.noticed if is_first else lambda line: None
-        with StopRequest(announce) as stop, Watchdog(config.watchdog, run / "watchdog") as watchdog:
+        limits = Limits(**dict(config.watchdog))
+        with StopRequest(announce) as stop, Watchdog(limits, run / "watchdog") as watchdog:
             result = _Run(job, record, stop, watchdog, observer).train()
             if then_exit:
                 stop.ignore_from_now_on()
@@ -103,7 +104,6 @@ class _Run:
             self._profiler = profile.Profiler(job.model, job.optimizer, rank, self._profile / f"snapshot-{rank}.pickle")
 
     def train(self) -> TrainResult:
-        """Run the remaining steps and write the model."""
         with self._watchdog.doing("resuming"):
             self._resume()
         self._say_if_the_disk_is_too_small()
@@ -140,7 +140,6 @@ class _Run:
         )
 
     def _one_step(self) -> bool:
-        """Run a step with its due evaluation and checkpoint; return True if all ranks stop here."""
         self._step += 1
         self._watchdog.step(self._step)
         with self._profiler.step() if self._profiler else nullcontext():
@@ -167,7 +166,6 @@ class _Run:
         return verdict.stop and not is_last
 
     def _write_profile(self, profiler: "Profiler") -> None:
-        """Write the pictures of the profiled steps, on rank 0."""
         from ringspan.measure.trace.profile import gathered
 
         with self._watchdog.doing("drawing the profile"):
@@ -180,7 +178,7 @@ class _Run:
                 self._notice(f"profile  {write_report(profiles, self._profile, title)[0]}")
 
     def _evaluate(self, sequences: Sequences) -> None:
-        self._eval_loss = evaluate(self._job.model, self._job.mesh, sequences, self._config, self._job.device)
+        self._eval_loss = evaluate(self._job, sequences)
         self._eval_step = self._step
         if self._writer:
             self._writer.evaluation(self._step, self._eval_loss)
@@ -233,7 +231,6 @@ class _Run:
         )
 
     def _is_exported(self, step: int) -> bool:
-        """Return True if the model of this last step has been written."""
         marker = self._folder / EXPORTED
         # Earlier versions wrote no marker.
         exported = int(marker.read_text()) if marker.exists() else step

@@ -54,7 +54,6 @@ class MetricsWriter:
         self._file = self._path.open("a", encoding="utf-8")
 
     def rewind(self, after_step: int) -> None:
-        """Drop the lines after a step to which the run rewinds."""
         self._file.close()
         self._open(after_step)
 
@@ -80,7 +79,6 @@ class MetricsWriter:
 
 
 def _lines_until(path: Path, last_step: int) -> Iterator[bytes]:
-    """Read the whole lines up to a step."""
     if not path.exists():
         return
     for line in path.read_bytes().splitlines(keepends=True):

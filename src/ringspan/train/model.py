@@ -30,7 +30,6 @@ from ringspan.torch.weights.loaded import first_of
 from ringspan.torch.weights.loading import auto_class, unread_model
 from ringspan.train.config.model_table import ModelConfig
 from ringspan.train.config.tables import TrainConfig
-from ringspan.train.data.documents import load_documents
 from ringspan.train.data.seen import VIDEO_REMEDY
 from ringspan.train.data.tokens import train_tokenizer
 
@@ -125,25 +124,23 @@ def scale_rope(model_config: PreTrainedConfig, rope: dict[str, Any]) -> None:
 
 
 def load_tokenizer(
-    config: TrainConfig,
-    model_config: PreTrainedConfig,
-    documents: "Dataset | None" = None,
-    kept: Path | None = None,
+    settings: ModelConfig, model_config: PreTrainedConfig, documents: "Dataset | None" = None, kept: Path | None = None
 ) -> PreTrainedTokenizerBase:
     """Load the run's tokenizer: the ``kept`` one, else from its source, or trained on its documents if configured.
 
     It may name tokens beyond the model's vocabulary (Gemma 3's has one for images, which its text models lack) if the
     text has none of them, see ``build_data``.
     """
-    source = str(kept) if kept else config.model.tokenizer_source
+    source = str(kept) if kept else settings.tokenizer_source
     vocabulary = text_config(model_config).vocab_size
     if source == "train":
-        tokenizer: PreTrainedTokenizerBase = train_tokenizer(documents or load_documents(config.data), vocabulary)
+        assert documents is not None, "of a run that trains one"
+        tokenizer: PreTrainedTokenizerBase = train_tokenizer(documents, vocabulary)
     else:
         assert source is not None, "checked by ModelConfig"
         where = f"model.tokenizer = {source!r}"
         with refused(where, OSError, ValueError, KeyError), from_hub(where, source):
-            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.model.trust_remote_code)
+            tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
     _refuse_foreign(tokenizer, vocabulary)
     return tokenizer
 
@@ -156,9 +153,9 @@ def _refuse_foreign(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None
         )
 
 
-def load_processor(config: TrainConfig, model_config: PreTrainedConfig, kept: Path | None = None) -> Any:
+def load_processor(settings: ModelConfig, model_config: PreTrainedConfig, kept: Path | None = None) -> Any:
     """Load the processor of a run's conversations: the ``kept`` one, else the model's; a tokenizer for text."""
-    source = str(kept) if kept else config.model.tokenizer_source
+    source = str(kept) if kept else settings.tokenizer_source
     if source is None or source == "train":
         raise ConfigError(
             f"model.tokenizer = {source!r}: data.messages needs the processor of a model; give its folder"
@@ -169,7 +166,7 @@ def load_processor(config: TrainConfig, model_config: PreTrainedConfig, kept: Pa
         refused(f"{where}: its processor needs a package that is missing", ImportError, remedy=f"; {VIDEO_REMEDY}"),
         from_hub(where, source),
     ):
-        processor: Any = AutoProcessor.from_pretrained(source, trust_remote_code=config.model.trust_remote_code)
+        processor: Any = AutoProcessor.from_pretrained(source, trust_remote_code=settings.trust_remote_code)
     tokenizer = getattr(processor, "tokenizer", processor)
     if not isinstance(tokenizer, PreTrainedTokenizerBase):
         raise ConfigError(
@@ -181,37 +178,34 @@ def load_processor(config: TrainConfig, model_config: PreTrainedConfig, kept: Pa
     return processor
 
 
-def build_model(config: TrainConfig, model_config: PreTrainedConfig) -> PreTrainedModel:
-    """Build the model in model.parameter_dtype, in which it is trained too.
+def build_model(
+    settings: ModelConfig, model_config: PreTrainedConfig, *, seed: int = 0, sees: bool = False
+) -> PreTrainedModel:
+    """Build the model in model.parameter_dtype, in which it is trained too; with its towers if it ``sees``.
 
     A new one is made on the CPU, the same on every rank; one from a folder has no weights until ``put_on_mesh`` reads
     this rank's part.
     """
-    dtype = getattr(torch, config.model.parameter_dtype)
-    if config.model.init == "scratch":
-        torch.manual_seed(config.seed)
-        return _auto_class(config, model_config).from_config(model_config, dtype=dtype)
-    assert config.model.path is not None, "checked by ModelConfig"
-    where = f"model.path = {config.model.path!r}"
-    with refused(where, OSError, ValueError), from_hub(where, config.model.path):
-        folder = folder_of(config.model.path)
+    dtype, made_by = getattr(torch, settings.parameter_dtype), auto_class(model_config, sees=sees)
+    if settings.init == "scratch":
+        torch.manual_seed(seed)
+        return made_by.from_config(model_config, dtype=dtype)
+    assert settings.path is not None, "checked by ModelConfig"
+    where = f"model.path = {settings.path!r}"
+    with refused(where, OSError, ValueError), from_hub(where, settings.path):
+        folder = folder_of(settings.path)
     model, extra = unread_model(
         where,
         folder,
         WeightFiles(folder, model_config),
         model_config,
         dtype,
-        trust_remote_code=config.model.trust_remote_code,
-        model_class=_auto_class(config, model_config),
+        trust_remote_code=settings.trust_remote_code,
+        model_class=made_by,
     )
     if extra:
         logger.warning("%s: the model has no place for %s, left out", where, first_of(extra))
     return model
-
-
-def _auto_class(config: TrainConfig, model_config: PreTrainedConfig) -> Any:
-    """Return the auto class of the run's model: with its towers if it trains on conversations."""
-    return auto_class(model_config, sees=config.data.messages is not None)
 
 
 def num_matmul_parameters(model: PreTrainedModel) -> int:

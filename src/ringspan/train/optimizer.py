@@ -14,7 +14,6 @@ from ringspan.train.config.tables import OptimizerConfig
 
 
 def build_optimizer(model: PreTrainedModel, settings: OptimizerConfig) -> torch.optim.Optimizer:
-    """Build the optimizer of a run."""
     groups, options = _decayed(model, settings), {"betas": settings.betas, "eps": settings.eps}
     if settings.state == "8bit":
         return _low_bit(groups, options, settings)
@@ -46,7 +45,6 @@ def _low_bit(groups: list[dict[str, Any]], options: dict[str, Any], settings: Op
 
 
 def _decayed(model: PreTrainedModel, settings: OptimizerConfig) -> list[dict[str, Any]]:
-    """Return True for matrices; vectors (norms, biases) do not decay."""
     trained = [p for p in model.parameters() if p.requires_grad]
     matrices = [p for p in trained if p.ndim > 1]
     vectors = [p for p in trained if p.ndim <= 1]

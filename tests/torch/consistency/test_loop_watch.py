@@ -1,7 +1,8 @@
-"""A loop of the user's own in which a rank does not come: each process ends with its name, and does not hang."""
+"""A loop of the user's own in which a rank does not come: its name is said, and with a watchdog each process ends."""
 
 import os
 import re
+import threading
 import time
 
 import pytest
@@ -19,7 +20,9 @@ def loop(what, folder):
 
     loop_watch._LEAVING_SECONDS = 1.0
     rank, mesh = dist.get_rank(), rs.init_mesh(ring=2)
-    model = rs.parallelize(build("llama"), mesh, watchdog=what != "opt-out")
+    watched = what != "by default"
+    model = rs.parallelize(build("llama"), mesh, **{"watchdog": True} if watched else {})
+    assert any(thread.name == "watchdog" for thread in threading.enumerate()) is watched  # with its port
     ids = tokens(1, 16)
     batch = rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)
     for _ in range(2):
@@ -27,7 +30,7 @@ def loop(what, folder):
     match what:
         case "rank 0 saves alone at the end" if rank == 0:
             model.save_pretrained(folder)
-        case "rank 1 leaves the loop" | "opt-out" if rank == 0:
+        case "rank 1 leaves the loop" | "by default" if rank == 0:
             model(**batch)
         case "rank 1 stays outside":
             if rank == 0:
@@ -82,6 +85,7 @@ def test_a_slow_loop_and_ranks_that_end_in_turn_are_not_hangs(tmp_path):
     assert codes == [0, 0] and not any("ringspan:" in error for error in errors), errors
 
 
-def test_the_watchdog_may_be_left_out(tmp_path):
-    codes, errors = ended(tmp_path, loop, "opt-out", tmp_path, seconds=20)
-    assert codes == [1, 0] and "ringspan:" not in errors[0], errors
+def test_by_default_torch_ends_a_wait_and_a_line_names_who_is_missing(tmp_path):
+    codes, errors = ended(tmp_path, loop, "by default", tmp_path, seconds=20)
+    assert codes == [1, 0], errors  # that of torch's own error
+    assert "ringspan: rank 0 lost an exchange in a forward pass; no word from rank 1\n" in errors[0], errors

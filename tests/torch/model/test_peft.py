@@ -403,4 +403,4 @@ def test_every_rank_learns_that_an_adapter_could_not_be_written(pool, tmp_path):
     first, *others = pool.outcomes(unwritable, 4, path, replicate=2)
     assert isinstance(first, ValueError) and "should be a directory" in str(first)
     for outcome in others:
-        assert isinstance(outcome, RuntimeError) and "should be a directory" in str(outcome)
+        assert isinstance(outcome, rs.PeerMismatch) and "should be a directory" in str(outcome)

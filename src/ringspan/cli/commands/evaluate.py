@@ -48,8 +48,6 @@ Page = Annotated[Path | None, typer.Option(help="Write pictures and tables of al
 
 
 def _command(task: Task) -> Callable[..., None]:
-    """Make the command of a task, with the options that the task knows."""
-
     def command(
         models: Models, lengths: Lengths = "1024,2048,4096", depths: Depths = "0,0.25,0.5,0.75,1", items: Items = 20,
         seed: Seed = 0, needles: Needles = task.needles or 1, distractors: Distractors = 0, text: Text = None,
@@ -154,7 +152,6 @@ def harness(
 
 
 def harness_rank(settings: Any, out: str) -> dict[str, Any] | None:
-    """Run one rank's part; rank 0 shows progress."""
     from ringspan.evaluate.harness.run import run_harness
 
     hush()
@@ -233,7 +230,6 @@ def run(every: list[EvalSettings], out: str, nproc: int | None) -> tuple[list[di
 
 
 def evaluate_ranks(every: list[EvalSettings], out: str) -> list[dict[str, Any]]:
-    """Run one rank's part, model after model; rank 0 shows progress."""
     import torch.distributed as dist
 
     from ringspan.evaluate.runner import EvalObserver, evaluate_rank, plans
@@ -251,7 +247,6 @@ def evaluate_ranks(every: list[EvalSettings], out: str) -> list[dict[str, Any]]:
 
 @contextmanager
 def _watched(settings: EvalSettings) -> "Iterator[EvalObserver]":
-    """Yield an observer that shows a bar on a terminal and lines elsewhere, on standard error."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from ringspan.evaluate.runner import EvalObserver

@@ -133,7 +133,7 @@ def run(
 
     def arguments() -> tuple[Any, ...]:
         if under_torchrun:
-            from ringspan.generate.session import from_first_rank
+            from ringspan.torch.transport.collectives import from_first_rank
 
             prompt, ids = from_first_rank(found)
         else:
@@ -199,7 +199,6 @@ def chat_rank(settings: "GenerateSettings", first: str | None, pipe: str | None)
 
 @contextmanager
 def _session(settings: "GenerateSettings", quiet: bool) -> "Iterator[Session]":
-    """Yield the model on all ranks; rank 0 shows progress."""
     import torch.distributed as dist
 
     from ringspan.generate.folder import load_config, load_tokenizer
@@ -215,7 +214,6 @@ def _session(settings: "GenerateSettings", quiet: bool) -> "Iterator[Session]":
 
 @contextmanager
 def _watched(quiet: bool) -> "Iterator[Observer]":
-    """Yield an observer that shows progress on standard error, and text on standard output unless quiet."""
     from ringspan.generate.session import Observer
 
     out = console(stderr=True)

@@ -134,8 +134,9 @@ def command(
             option = given[0].replace("_", "-")
             raise ConfigError(f"--{option} is for a training step; leave it out, or --generate")
         answer = planned_text(
-            model, devices, device, nodes, prompt or DEFAULT_PROMPT, new_tokens or DEFAULT_NEW_TOKENS, batch, dtype
-        )
+            model, device, devices, nodes, batch=batch, dtype=dtype, prompt=prompt or DEFAULT_PROMPT,
+            new_tokens=new_tokens or DEFAULT_NEW_TOKENS,
+        )  # fmt: skip
         if as_json:
             print(json.dumps(answer.as_json()))
             return
@@ -159,8 +160,9 @@ def command(
         raise ConfigError(f"--rank {rank} is the rank that a trace plays; add --trace")
     media = read_media(images, frames, sound)
     answer = planned(
-        model, devices, device, nodes, length, batch, dtype, parameter_dtype, route, comm_dtype, media, lora, weights
-    )
+        model, device, devices, nodes, media, lora, weights, length=length, batch=batch, dtype=dtype,
+        parameter_dtype=parameter_dtype, route=route, comm_dtype=comm_dtype,
+    )  # fmt: skip
     result = answer.as_json()
     if trace:
         result |= _traced(answer, rank or 0, quiet=as_json)
@@ -194,7 +196,6 @@ def command(
 
 
 def _layouts(answer: "Plan", lengths: tuple[int, ...], *, quiet: bool) -> "list[LayoutCost]":
-    """Compute the plan's step on each layout."""
     from ringspan.plan.documents import compare_layouts
 
     with console(stderr=True, quiet=quiet).status(f"timing {len(lengths):,} documents on each layout"):
@@ -208,20 +209,9 @@ def refuse_float16(dtype: str, option: str = "--dtype") -> None:
 
 
 def planned(
-    model: str,
-    devices: int,
-    device: str,
-    nodes: int | None,
-    length: int,
-    batch: int,
-    dtype: str,
-    parameter_dtype: str,
-    route: str,
-    comm_dtype: str = "exact",
-    media: "Media | None" = None,
-    lora: int = 0,
-    weights: str = "",
-) -> "Plan":
+    model: str, device: str, devices: int, nodes: int | None, media: "Media | None" = None, lora: int = 0,
+    weights: str = "", *, dtype: str, parameter_dtype: str, comm_dtype: str, **asked: Any,
+) -> "Plan":  # fmt: skip
     """Return the plan for the command line's options; raise ConfigError for a bad option or uneven nodes."""
     from ringspan.core.names import COMM_DTYPE_NAMES, find_name
     from ringspan.plan.model.configs import model_shape
@@ -232,8 +222,8 @@ def planned(
     refuse_float16(parameter_dtype, "--parameter-dtype")
     question = Question(
         device=_kind(device, devices, nodes), shape=_adapted(model_shape(model, media or {}, dtype), lora, weights),
-        devices=devices, length=length, batch=batch, dtype=dtype, parameter_dtype=parameter_dtype, route=route,
-        comm_dtype=find_name("--comm-dtype", comm_dtype, COMM_DTYPE_NAMES, ConfigError),
+        devices=devices, dtype=dtype, parameter_dtype=parameter_dtype,
+        comm_dtype=find_name("--comm-dtype", comm_dtype, COMM_DTYPE_NAMES, ConfigError), **asked,
     )  # fmt: skip
     return make_plan(question)
 
@@ -250,9 +240,7 @@ def _adapted(shape: "ModelShape", lora: int, weights: str) -> "ModelShape":
     return shape.adapted(lora, weights) if lora else shape
 
 
-def planned_text(
-    model: str, devices: int, device: str, nodes: int | None, prompt: int, new_tokens: int, batch: int, dtype: str
-) -> "TextPlan":
+def planned_text(model: str, device: str, devices: int, nodes: int | None, *, dtype: str, **asked: int) -> "TextPlan":
     """Return the generation plan for the command line's options; raise ConfigError for a bad dtype or uneven nodes."""
     from ringspan.plan.cost.setting import dtype_bytes
     from ringspan.plan.generation.planner import TextQuestion, plan_text
@@ -260,15 +248,11 @@ def planned_text(
 
     refuse_float16(dtype)
     dtype_bytes(dtype)
-    question = TextQuestion(
-        device=_kind(device, devices, nodes), shape=model_shape(model), devices=devices, prompt=prompt,
-        new_tokens=new_tokens, batch=batch, dtype=dtype,
-    )  # fmt: skip
-    return plan_text(question)
+    kind = _kind(device, devices, nodes)
+    return plan_text(TextQuestion(device=kind, shape=model_shape(model), devices=devices, dtype=dtype, **asked))
 
 
 def _kind(name: str, devices: int, nodes: int | None) -> "Accelerator":
-    """Return the named device with its number per node; raise ConfigError for uneven nodes."""
     from dataclasses import replace
 
     from ringspan.plan.cluster import hardware
@@ -282,7 +266,6 @@ def _kind(name: str, devices: int, nodes: int | None) -> "Accelerator":
 
 
 def _traced(answer: "Plan", rank: int, *, quiet: bool) -> dict[str, Any]:
-    """Return the plan's memory from a trace of the real step as one rank."""
     from ringspan.measure.trace.dry_run import summary, trace_plan
 
     with console(stderr=True, quiet=quiet).status("tracing the training step on fake tensors"):
@@ -301,7 +284,6 @@ def _draw(answer: "Plan", result: dict[str, Any], picture: Path) -> None:
 
 
 def _draw_documents(answer: "Plan", fastest: "LayoutCost", lengths: tuple[int, ...], picture: Path) -> None:
-    """Draw each rank's work on packed documents."""
     from ringspan.core.geometry.balanced import batch_layout
     from ringspan.core.geometry.mask import documents
     from ringspan.report.ring_pictures import ring_picture

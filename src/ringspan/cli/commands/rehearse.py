@@ -42,7 +42,10 @@ def command(
     """
     from ringspan.measure.trace.rehearsal import rehearse_plan
 
-    answer = plan.planned(model, devices, device, nodes, length, batch, dtype, parameter_dtype, route, comm_dtype)
+    answer = plan.planned(
+        model, device, devices, nodes, length=length, batch=batch, dtype=dtype, parameter_dtype=parameter_dtype,
+        route=route, comm_dtype=comm_dtype,
+    )  # fmt: skip
     setting = answer.setting
     link = answer.question.device.bandwidth(setting.ring * setting.tp) if bandwidth is None else bandwidth
     if not 0 < link < float("inf"):

@@ -1,6 +1,6 @@
 """Messages of one line: what an exception says, shortened between words."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
 from ringspan.core.errors import ConfigError, RingspanError
@@ -23,6 +23,12 @@ def shortened(text: str, limit: int = LIMIT) -> str:
 def one_line(error: BaseException, limit: int = LIMIT) -> str:
     """Return the shortened message of an exception; its type if it has none."""
     return shortened(str(error), limit) or type(error).__name__
+
+
+def few(items: Iterable[object], limit: int = 8) -> str:
+    """List the first few items, and say how many more there are."""
+    every = [str(item) for item in items]
+    return ", ".join(every[:limit]) + (f" and {len(every) - limit} more" if len(every) > limit else "")
 
 
 @contextmanager

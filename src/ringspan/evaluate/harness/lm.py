@@ -92,7 +92,6 @@ class RingLM(TemplateLM):
     # lm-eval divides requests among processes by these two; here all processes answer each request together.
     @property
     def rank(self) -> int:
-        """Return 0 everywhere."""
         return 0
 
     @property
@@ -107,7 +106,6 @@ class RingLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> Any:
-        """Return the end-of-text token."""
         return self.tokenizer.eos_token_id
 
     @property
@@ -118,10 +116,9 @@ class RingLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """Return the tokenizer's part of the key in lm-eval's own cache."""
         return self.tokenizer.name_or_path.replace("/", "__")
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: object) -> list[int]:
         """Tokenize a text; add special tokens by default, unless it begins with one."""
         begin = self.tokenizer.decode(self.prefix_token_id)
         if add_special_tokens is None and begin and string.startswith(begin):
@@ -174,7 +171,6 @@ class RingLM(TemplateLM):
         return found
 
     def _keep(self, method: str, asked: tuple[Any, ...], answer: Any) -> None:
-        """Add an answer to lm-eval's cache and to the file."""
         self.cache_hook.add_partial(method, asked, answer)
         if self._answers is not None:
             self._answers.add(method, asked, answer)
@@ -256,7 +252,6 @@ class RingLM(TemplateLM):
         return ordered.get_original(found)
 
     def _written(self, context: str, given: dict[str, Any]) -> str:
-        """Generate the answer to one context, by the generation settings of its task."""
         options: dict[str, Any] = dict(normalize_gen_kwargs(given, _NEW_TOKENS))
         eos = self.tokenizer.decode(self.eot_token_id, skip_special_tokens=False)
         until = handle_stop_sequences(options.pop("until", None), eos=eos)
@@ -327,13 +322,11 @@ class RingLM(TemplateLM):
 
 
 def _common(before: list[int], now: list[int]) -> int:
-    """Count the tokens of the common prefix."""
     pairs = enumerate(zip(before, now, strict=False))
     return next((at for at, (one, other) in pairs if one != other), min(len(before), len(now)))
 
 
 def _longest_first(ids: list[int]) -> tuple[int, list[int]]:
-    """Return lm-eval's sort key of requests."""
     return -len(ids), ids
 
 

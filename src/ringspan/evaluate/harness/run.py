@@ -108,7 +108,6 @@ def _beat(model: Session, what: str | None) -> None:
 
 
 def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
-    """Make one row per task and metric."""
     counts = found.get("n-samples", {})
     return [
         {

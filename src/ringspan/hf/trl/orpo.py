@@ -7,7 +7,7 @@ from trl.experimental.orpo import ORPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from ringspan.hf.trainer import RingTrainerMixin
-from ringspan.torch.model.adapters import is_peft
+from ringspan.torch.model.adapters import base_of
 
 
 class RingORPOTrainer(RingTrainerMixin, ORPOTrainer):
@@ -15,9 +15,7 @@ class RingORPOTrainer(RingTrainerMixin, ORPOTrainer):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        model: Any = self.model
-        base = model.get_base_model() if is_peft(model) else model
-        add_fused_lm_head(base, outputs=("log_probs", "mean_logits"))
+        add_fused_lm_head(base_of(self.model), outputs=("log_probs", "mean_logits"))
 
     def concatenated_forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self: Any, model: Any, batch: dict[str, Any]

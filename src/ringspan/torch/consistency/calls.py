@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.core.errors import PeerMismatch, RingspanError
+from ringspan.core.messages.lines import few
 from ringspan.torch.transport.collectives import gather_over
 
 # A digest travels as words whose squares can be added up over 32,768 ranks in 64 bits.
@@ -62,6 +63,27 @@ def preparing(mesh: DeviceMesh, name: str, *, between_replicas: bool = True) -> 
         if not vars(error).get(_TOLD):
             check_call(mesh, Call(name, error=error), between_replicas=between_replicas)
         raise
+
+
+@dataclass
+class Facts:
+    """Facts that a rank brings to a call, as in ``Call``; ``targets`` is the sum over all ranks once they have met."""
+
+    alike: Mapping[str, Any] = field(default_factory=dict)
+    alike_in_ring: Mapping[str, Any] = field(default_factory=dict)
+    targets: int = 0
+
+
+@contextmanager
+def meeting(mesh: DeviceMesh, name: str, *, between_replicas: bool = True) -> Iterator[Facts]:
+    """Prepare a call, then check that all ranks make the same; an error here is raised on all. See ``check_call``."""
+    facts, error = Facts(), None
+    try:
+        yield facts
+    except Exception as raised:  # whatever it is, the other ranks must not wait for this one
+        error = raised
+    call = Call(name, facts.alike, facts.alike_in_ring, facts.targets, error)
+    facts.targets = check_call(mesh, call, between_replicas=between_replicas)
 
 
 @contextmanager
@@ -116,7 +138,6 @@ def _meet(mesh: DeviceMesh, call: Call, *, between_replicas: bool) -> tuple[int,
 
 
 def _sum(mesh: DeviceMesh, axis: str, numbers: list[int]) -> list[int]:
-    """Add numbers up over the ranks of one axis."""
     names = mesh.mesh_dim_names or ()
     if axis not in names or mesh.size(names.index(axis)) == 1:
         return numbers
@@ -148,7 +169,6 @@ class _Told(NamedTuple):
 
 
 def _tell(mesh: DeviceMesh, call: Call, axes: list[str]) -> list[_Told]:
-    """Gather every rank's report over some axes."""
     replica = mesh["replicate"].get_local_rank()
     # Only now, when something is wrong, do whole values travel: an ordinary call costs a few numbers.
     told = Call(call.name, call.alike, call.alike_in_ring, 0, _portable(call.error), call.said)
@@ -156,7 +176,6 @@ def _tell(mesh: DeviceMesh, call: Call, axes: list[str]) -> list[_Told]:
 
 
 def _wrong(told: list[_Told], call: Call) -> Exception | None:
-    """Return the error to raise on every rank, or None."""
     # First of all: a rank that has failed comes to no other call.
     if failed := [one.call.error for one in told if one.call.error is not None]:
         return call.error or failed[0]
@@ -190,8 +209,7 @@ def _by_rank(values: Iterator[tuple[int, Any]]) -> str:
 
 
 def _ranks(those: list[int]) -> str:
-    shown = ", ".join(map(str, those[:8])) + (f" and {len(those) - 8} more" if len(those) > 8 else "")
-    return f"rank{'s' if len(those) > 1 else ''} {shown}"
+    return f"rank{'s' if len(those) > 1 else ''} {few(those)}"
 
 
 def _portable(error: Exception | None) -> Exception | None:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.layers.modules import class_name, local_part
+from ringspan.torch.layers.modules import class_name, local_part, refusing
+from ringspan.torch.layers.view import RingModel
 from ringspan.torch.memory.sharding import gathered_parameters, unseen_parameters
 
 HOOKED = (
@@ -27,17 +28,16 @@ Structure = dict[nn.Module, dict[str, None]]
 
 
 def structure_of(model: nn.Module) -> Structure:
-    """Return the modules that have parameters, with their names."""
     return {module: dict.fromkeys(module._parameters) for module in model.modules() if module._parameters}
 
 
-def known_parameters(model: Any) -> list[nn.Parameter]:
+def known_parameters(model: RingModel) -> list[nn.Parameter]:
     """Return a model's parameters in the order of ``parallelize``, each once."""
     found = (module._parameters[name] for module, names in model.ring_structure.items() for name in names)
     return [*dict.fromkeys(parameter for parameter in found if parameter is not None)]
 
 
-def check_fixed(model: Any) -> None:
+def check_fixed(model: RingModel) -> None:
     """Check, in one walk over its modules, that a model is still as ``parallelize`` left it.
 
     Raises:
@@ -65,7 +65,7 @@ def check_fixed(model: Any) -> None:
         raise UnsupportedError(problems[0])
 
 
-def _first_change(model: Any, found: Structure) -> str:
+def _first_change(model: RingModel, found: Structure) -> str:
     known, paths = model.ring_structure, {module: path for path, module in model.named_modules()}
     return next((paths[module] for module in found if known.get(module) != found[module]), "a module is gone")
 
@@ -83,7 +83,6 @@ def _problems(path: str, parameters: dict[str, Any], copies: set[int]) -> Iterat
 
 
 def note_data(model: nn.Module) -> None:
-    """Remember the data of each parameter."""
     for parameter in model.parameters():
         _is_of_other_data(parameter)
 
@@ -96,7 +95,7 @@ def note_buffers(model: Any, layers: Iterable[nn.Module]) -> None:
 
 
 @contextmanager
-def keeping_buffers(model: Any) -> Iterator[None]:
+def keeping_buffers(model: RingModel) -> Iterator[None]:
     """Check that training leaves the layers' buffers unchanged.
 
     Raises:
@@ -115,7 +114,7 @@ def keeping_buffers(model: Any) -> Iterator[None]:
             )
 
 
-def _buffers(model: Any) -> Iterator[tuple[str, Tensor]]:
+def _buffers(model: RingModel) -> Iterator[tuple[str, Tensor]]:
     for path, part, name in model.ring_buffers:
         if (buffer := part._buffers.get(name)) is not None:
             yield path, buffer
@@ -129,10 +128,6 @@ def _is_of_other_data(parameter: Any) -> bool:
 
 class Fixed:
     """Operations that a model on a ring refuses, with what to do instead."""
-
-    ring_structure: Structure
-    ring_buffers: list[tuple[str, nn.Module, str]]
-    """Path, module and name of each buffer (``note_buffers``)."""
 
     @property
     def _ddp_params_and_buffers_to_ignore(self: Any) -> Never:
@@ -161,56 +156,31 @@ class Fixed:
                 )
         return super()._apply(fn, recurse)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def share_memory(self: Any) -> Never:
-        """Raise ``UnsupportedError``: moving FSDP's shards would end the process."""
-        raise UnsupportedError(
-            f"{class_name(self)} is on a ring, and its shards stay in the memory of their process; call share_memory "
-            "before parallelize, or give other processes what save_pretrained writes"
-        )
-
-    def __reduce_ex__(self: Any, protocol: Any) -> Never:
-        """Raise ``UnsupportedError`` for ``pickle.dumps`` and ``torch.save`` of a model on a ring."""
-        raise UnsupportedError(
-            f"{class_name(self)} is on a ring and cannot be pickled; save_pretrained writes the model, torch.save of "
-            "model.state_dict() its shards"
-        )
-
-    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> Never:
-        """Raise ``UnsupportedError``: it comes before ``parallelize``."""
-        raise UnsupportedError("resize_token_embeddings comes before parallelize; call it there")
-
-    def add_adapter(self, *args: Any, **kwargs: Any) -> Never:
-        """Raise ``UnsupportedError``: it comes before ``parallelize``."""
-        raise UnsupportedError("call add_adapter before parallelize, which splits adapters with all other weights")
-
-    def load_adapter(self, *args: Any, **kwargs: Any) -> Never:
-        """Raise ``UnsupportedError``: it comes before ``parallelize``."""
-        raise UnsupportedError("call load_adapter before parallelize, which splits adapters with all other weights")
-
-    def delete_adapter(self, *args: Any, **kwargs: Any) -> Never:
-        """Raise ``UnsupportedError``: it comes before ``parallelize``."""
-        raise UnsupportedError("call delete_adapter before parallelize, or set_adapter and disable_adapters after")
-
-    def gradient_checkpointing_enable(self, *args: Any, **kwargs: Any) -> Never:
-        """Raise ``UnsupportedError``: ``parallelize(checkpoint=...)`` does that."""
-        raise UnsupportedError(
-            "layers on a ring are checkpointed by parallelize(checkpoint='attention'), 'full' or 'none'; leave "
-            "gradient_checkpointing out"
-        )
-
-    gradient_checkpointing_disable = activation_checkpointing_enable = gradient_checkpointing_enable
-    activation_checkpointing_disable = gradient_checkpointing_enable
-
-
-def refuse_copy(model: Any, memo: Any) -> Never:
-    """Raise ``UnsupportedError`` for ``copy.deepcopy`` of a model on a ring."""
-    raise UnsupportedError(
-        f"{class_name(model)} is on a ring and cannot be copied; build it again and parallelize that, or "
-        "save_pretrained"
+    share_memory = refusing(  # moving FSDP's shards would end the process
+        "{model} is on a ring, and its shards stay in the memory of their process; call share_memory before "
+        "parallelize, or give other processes what save_pretrained writes"
     )
+    # pickle.dumps and torch.save
+    __reduce_ex__ = refusing(
+        "{model} is on a ring and cannot be pickled; save_pretrained writes the model, torch.save of "
+        "model.state_dict() its shards"
+    )
+    resize_token_embeddings = refusing("resize_token_embeddings comes before parallelize; call it there")
+    add_adapter = refusing("call add_adapter before parallelize, which splits adapters with all other weights")
+    load_adapter = refusing("call load_adapter before parallelize, which splits adapters with all other weights")
+    delete_adapter = refusing("call delete_adapter before parallelize, or set_adapter and disable_adapters after")
+    gradient_checkpointing_enable = gradient_checkpointing_disable = refusing(
+        "layers on a ring are checkpointed by parallelize(checkpoint='attention'), 'full' or 'none'; leave "
+        "gradient_checkpointing out"
+    )
+    activation_checkpointing_enable = activation_checkpointing_disable = gradient_checkpointing_enable
+
+
+refuse_copy = refusing(  # copy.deepcopy
+    "{model} is on a ring and cannot be copied; build it again and parallelize that, or save_pretrained"
+)
 
 
 def _one_of_each(model: nn.Module) -> list[Tensor]:
-    """Return an empty tensor for each dtype and device of parameters."""
     kinds = {(p.dtype, p.device) for p in map(local_part, model.parameters())}
     return [torch.empty(0, dtype=dtype, device=device) for dtype, device in kinds]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.messages.numbers import integer
-from ringspan.torch.consistency.calls import Call, check_call, exchanging
+from ringspan.torch.consistency.calls import exchanging, meeting
 from ringspan.torch.consistency.fixed import check_fixed, keeping_buffers, known_parameters
 from ringspan.torch.consistency.loop_watch import in_call
 from ringspan.torch.consistency.optimizers import optimizer_facts
@@ -23,6 +23,7 @@ from ringspan.torch.data.batch import IGNORED, positions_of
 from ringspan.torch.data.batch_layout import BatchLayout
 from ringspan.torch.layers.positions import beyond_table
 from ringspan.torch.layers.router_loss import wanted_router
+from ringspan.torch.layers.view import RingModel, decoder_on_ring
 from ringspan.torch.memory.sharding import recover, settle
 from ringspan.torch.multimodal.checks import check_media
 from ringspan.torch.transport.agreement import compared_batch
@@ -32,7 +33,7 @@ _DIGESTS: Final = ("input_ids", "labels", "position_ids", "attention_mask", "ima
 
 
 @contextmanager
-def in_pass(model: Any, name: str) -> Iterator[None]:
+def in_pass(model: RingModel, name: str) -> Iterator[None]:
     """Guard a model's call; inference mode becomes no_grad, so that later steps can use its gathered weights."""
     with ExitStack() as modes:
         if torch.is_inference_mode_enabled():
@@ -45,7 +46,7 @@ def in_pass(model: Any, name: str) -> Iterator[None]:
 
 
 @contextmanager
-def recovering(model: Any) -> Iterator[None]:
+def recovering(model: RingModel) -> Iterator[None]:
     """Guard computation: keep buffers unchanged, and restore the shards after an exception."""
     try:
         with exchanging(), keeping_buffers(model):
@@ -56,7 +57,7 @@ def recovering(model: Any) -> Iterator[None]:
 
 
 @torch.compiler.disable()
-def agreeing(model: Any, arguments: dict[str, Any]) -> AbstractContextManager[None]:
+def agreeing(model: RingModel, arguments: dict[str, Any]) -> AbstractContextManager[None]:
     """Return a context that makes attention trust the masks of checked arguments.
 
     All ranks have compared the documents, but not the masks that follow from images.
@@ -66,7 +67,7 @@ def agreeing(model: Any, arguments: dict[str, Any]) -> AbstractContextManager[No
 
 @torch.compiler.disable()
 def check_forward(
-    model: Any, bind: Callable[[], BoundArguments], check_others: Callable[[dict[str, Any]], Any], name: str
+    model: RingModel, bind: Callable[[], BoundArguments], check_others: Callable[[dict[str, Any]], Any], name: str
 ) -> dict[str, Any]:
     """Return a forward pass's arguments, completed by the batch's targets and length.
 
@@ -78,9 +79,7 @@ def check_forward(
         PeerMismatch: the ranks were given different things; on every rank.
         RingspanError: an error of some rank; on every rank.
     """
-    arguments: dict[str, Any] = {}
-    others: dict[str, Any] = {}
-    try:
+    with meeting(model.ring_mesh, name) as facts:
         arguments = {name: value for name, value in bind().arguments.items() if name != "self"}
         # Of those that ``forward`` names for whoever reads its signature none can be honoured either.
         others = {name: arguments.pop(name) for name in ("labels", "attention_mask") if name in arguments}
@@ -92,23 +91,19 @@ def check_forward(
         check_others(others)
         _check_batch(model, **arguments)
         targets = arguments.get("shift_labels")
-        number = 0 if targets is None else int((targets != IGNORED).sum())
-        call = Call(name, _facts(model, arguments, others), _facts_of_ring(arguments), number)
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
-        call = Call(name, error=error)
-    total = check_call(model.ring_mesh, call)
+        facts.alike, facts.alike_in_ring = _facts(model, arguments, others), _facts_of_ring(arguments)
+        facts.targets = 0 if targets is None else int((targets != IGNORED).sum())
     tokens = arguments["input_ids"].shape[1] * model.ring_mesh["ring"].size()
-    defaults = {"num_items_in_batch": total, "sequence_length": tokens}
+    defaults = {"num_items_in_batch": facts.targets, "sequence_length": tokens}
     given = {name: value for name, value in arguments.items() if value is not None}
-    if total and given.get("num_items_in_batch") == 0:
+    if facts.targets and given.get("num_items_in_batch") == 0:
         raise UnsupportedError(
-            f"num_items_in_batch is 0, and the batch has {total} targets; leave it out, or count them"
+            f"num_items_in_batch is 0, and the batch has {facts.targets} targets; leave it out, or count them"
         )
     return defaults | given | others
 
 
-def _facts(model: Any, arguments: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
-    """Return facts that must be equal on all ranks."""
+def _facts(model: RingModel, arguments: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
     number = arguments.get("num_items_in_batch")
     return pass_facts(model) | {
         "labels": arguments.get("shift_labels") is not None,
@@ -118,7 +113,7 @@ def _facts(model: Any, arguments: dict[str, Any], others: dict[str, Any]) -> dic
     }
 
 
-def pass_facts(model: Any) -> dict[str, Any]:
+def pass_facts(model: RingModel) -> dict[str, Any]:
     """Return facts of a model that must be equal on all ranks, whatever its arguments."""
     kind = model.ring_mesh.device_type
     facts: dict[str, Any] = {
@@ -139,7 +134,6 @@ def _digest(content: bytes) -> str:
 
 
 def _facts_of_ring(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return facts that must be equal within one ring."""
     batch_size, length = arguments["input_ids"].shape
     digest, longest = arguments.get("batch_digest"), arguments.get("sequence_length")
     lengths = arguments.get("document_lengths")
@@ -162,7 +156,7 @@ def _whole_number(number: Any) -> int:
 
 
 def _check_batch(
-    model: Any,
+    model: RingModel,
     input_ids: Tensor | None = None,
     position_ids: Tensor | None = None,
     shift_labels: Tensor | None = None,
@@ -171,9 +165,8 @@ def _check_batch(
     sequence_length: int | Tensor | None = None,
     layout_digest: Tensor | None = None,
     media: Any = None,
-    **_: Any,
+    **_: object,
 ) -> None:
-    """Raise for an invalid part of a batch on this rank."""
     if input_ids is None or position_ids is None:
         raise UnsupportedError("input_ids and position_ids are needed; make the batch with rs.shard_batch")
     if real_tokens is not None and real_tokens.shape != input_ids.shape:
@@ -195,7 +188,7 @@ def _check_batch(
         rows = split.positions(ring.get_local_rank()).to(input_ids.device)
         ends = longest if document_lengths is None else document_lengths.sum(1, keepdim=True).to(input_ids.device)
         _check_skipped(model.ring_skipped, input_ids, rows < ends if real_tokens is None else real_tokens)
-    if error := beyond_table(model, model.get_submodule(model.ring_decoder), longest):
+    if error := beyond_table(model, decoder_on_ring(model), longest):
         raise error
     if shift_labels is not None:
         check_entries("labels", shift_labels.masked_fill(shift_labels == IGNORED, 0), labels)
@@ -233,6 +226,5 @@ def _check_skipped(token: int, input_ids: Tensor, is_real: Tensor) -> None:
 
 
 def check_entries(name: str, numbers: Tensor, vocabulary: int) -> None:
-    """Raise an UnsupportedError for ids outside of the vocabulary."""
     if not bool(((numbers >= 0) & (numbers < vocabulary)).all()):
         raise UnsupportedError(f"{name} has numbers outside of the vocabulary, 0 to {vocabulary - 1}; pad with one")

@@ -1,15 +1,16 @@
-"""Watchdog of a user's own loop, which names a rank that ends, dies or stays away while others wait.
+"""A user's own loop in which a rank ends, dies or stays away while others wait: who is missing.
 
-A loop may take any time between two calls. A wait in a call or backward pass lasts as long as the process group
-allows; a little before that, all ranks learn who is missing, and end.
+Without a watchdog, a wait ends as torch ends it; ranks whose exchange failed then leave a word in torch's store, and
+each prints who left none. With one (``parallelize(watchdog=True)``), all ranks learn who is missing a little before the
+time-out of the process group, and end. A loop may take any time between two calls.
 """
 
 import atexit
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -17,23 +18,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ringspan.torch.consistency.watchdog import Watchdog
+from ringspan.core.messages.lines import few
+from ringspan.torch.consistency.watchdog import Limits, Watchdog
 from ringspan.torch.runtime.timeout import timeout_seconds
 
 _OUTSIDE: Final = "outside of ringspan"
 _ANY_TIME: Final = float("inf")
 _LEAVING_SECONDS: Final = 5.0  # that a call waits for a rank whose process has ended
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """Settings without steps of known length: a rank may be silent as long as others may wait for it."""
-
-    silence_seconds: float
-    enabled: bool = True
-    timeout_steps: float = _ANY_TIME
-    min_seconds: float = _ANY_TIME
-    patience_seconds: float = _ANY_TIME
+_WORD_SECONDS: Final = 3.0  # in which ranks hear of an exchange that failed
+_WORD: Final = "ringspan/failed exchange of rank"
 
 
 class LoopWatch:
@@ -42,8 +35,9 @@ class LoopWatch:
     def __init__(self, mesh: DeviceMesh) -> None:
         # Before the process group's own time-out, which would end the ranks without saying who is missing.
         self.patience_seconds = 0.8 * timeout_seconds(mesh["ring"].get_group(), torch.device(mesh.device_type))
-        settings = _Settings(silence_seconds=self.patience_seconds)
-        self._watchdog = Watchdog(settings, None, leaving_seconds=_LEAVING_SECONDS)
+        # A rank may be silent as long as others may wait for it.
+        limits = Limits(silence_seconds=self.patience_seconds)
+        self._watchdog = Watchdog(limits, None, leaving_seconds=_LEAVING_SECONDS)
         self._num_passes = 0
         self._watchdog.__enter__()
         # There is no call by which a loop of somebody else's says that it is over.
@@ -95,12 +89,36 @@ def watch_loop(mesh: DeviceMesh) -> None:
 
 @contextmanager
 def in_call(name: str, *, is_pass: bool = False) -> Iterator[None]:
-    """Mark a call that all ranks make."""
-    if _watch is None:
-        yield
+    if _watch is not None:
+        with _watch.call(name, is_pass=is_pass):
+            yield
         return
-    with _watch.call(name, is_pass=is_pass):
+    try:
         yield
+    except RuntimeError as error:
+        if _is_of_exchange(error) and dist.is_initialized() and not hasattr(error, "ring_said"):
+            vars(error)["ring_said"] = True  # of calls inside of calls, the innermost says it
+            _say_who_is_missing(name)
+        raise
+
+
+def _is_of_exchange(error: RuntimeError) -> bool:
+    """Return True for torch's errors of a lost or late peer; gloo's have no class of their own."""
+    return isinstance(error, dist.DistError) or "gloo/" in str(error)
+
+
+def _say_who_is_missing(call: str) -> None:
+    """Print the ranks that leave no word in the store: they are gone, or still in something else."""
+    rank, others = dist.get_rank(), [other for other in range(dist.get_world_size()) if other != dist.get_rank()]
+    try:
+        store: Any = dist.distributed_c10d._get_default_store()
+        store.set(f"{_WORD} {rank}", call)
+        time.sleep(_WORD_SECONDS)
+        missing = [str(other) for other in others if not store.check([f"{_WORD} {other}"])]
+    except RuntimeError:
+        missing = ["0"]  # which held the store
+    who = f"no word from rank {few(missing)}" if missing else "all ranks are there"
+    print(f"ringspan: rank {rank} lost an exchange in {call}; {who}", file=sys.stderr, flush=True)
 
 
 def watch_backward(loss: Tensor) -> Tensor:

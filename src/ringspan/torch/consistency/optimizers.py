@@ -52,7 +52,6 @@ def _note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _describe(optimizer: Optimizer) -> str:
-    """Return each group's number of parameters and a digest of them."""
     # By place in the model, since addresses differ between processes.
     places = {id(parameter): place for model in _models for place, parameter in enumerate(model.parameters())}
     groups = [[places.get(id(parameter), -1) for parameter in group["params"]] for group in optimizer.param_groups]

@@ -16,7 +16,6 @@ _passes: Final[list[str]] = []  # the calls of models that this process is in
 
 @contextmanager
 def calling_parts(name: str) -> Iterator[None]:
-    """Allow calls of a model's own modules."""
     _passes.append(name)
     try:
         yield
@@ -40,9 +39,7 @@ def refuse_own_calls(model: nn.Module, decoder: str) -> None:
 
 
 class _Part(Mixin):
-    """Mixin that refuses calls outside of a pass."""
-
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self: Any, *args: object, **kwargs: object) -> Any:
         if not _passes and torch._C._current_graph_task_id() == -1:  # nor is it computed again in backward
             raise UnsupportedError(
                 f"{class_name(self)} was called by itself: only a pass of the whole model on a ring gathers its "

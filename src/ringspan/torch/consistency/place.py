@@ -28,7 +28,6 @@ class Place:
 
     @property
     def is_waiting(self) -> bool:
-        """Return whether the activity has a time limit."""
         return self.patience_seconds < float("inf")
 
     def describe(self) -> str:

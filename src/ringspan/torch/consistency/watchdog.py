@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch.distributed as dist
 
@@ -43,19 +43,15 @@ _VERDICT_SECONDS: Final = 2.0  # how long a failed exchange waits to hear whose 
 _MAX_LINE_BYTES: Final = 1 << 16
 
 
-class Settings(Protocol):
-    """Time limits of a watchdog; ``ringspan.train.config.tables.WatchdogConfig`` explains each."""
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Time limits of a watchdog, as ``ringspan.train.config.tables.WatchdogConfig`` explains them."""
 
-    @property
-    def enabled(self) -> bool: ...
-    @property
-    def timeout_steps(self) -> float: ...
-    @property
-    def min_seconds(self) -> float: ...
-    @property
-    def patience_seconds(self) -> float: ...
-    @property
-    def silence_seconds(self) -> float: ...
+    silence_seconds: float
+    patience_seconds: float = math.inf
+    min_seconds: float = math.inf
+    timeout_steps: float = math.inf
+    enabled: bool = True
 
 
 @dataclass
@@ -76,7 +72,7 @@ class Watchdog:
 
     def __init__(
         self,
-        config: Settings,
+        config: Limits,
         folder: Path | None,
         end: Callable[[int], Any] = os._exit,
         *,
@@ -136,7 +132,6 @@ class Watchdog:
         self._woken.close()
 
     def step(self, step: int) -> None:
-        """Begin a step of the main thread."""
         now = time.monotonic()
         if self._started is not None:
             self._seconds.append(now - self._started)
@@ -203,7 +198,6 @@ class Watchdog:
         self._selector.register(link.socket, selectors.EVENT_READ, link)
 
     def _watch(self) -> None:
-        """Hear, tell and judge until the run is over: the thread's loop."""
         told = 0.0
         while not self._closing.is_set():
             for key, _ in self._selector.select(self._interval):
@@ -333,7 +327,6 @@ class Watchdog:
         self._finish(verdict, code)
 
     def _finish(self, verdict: str, code: int) -> None:
-        """Report, dump the stacks of all threads, and end this process."""
         here = Place()
         here.step, here.hop, here.doing = self._step, COUNTERS.hop, self._doing
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ringspan.core.messages.lines import few
 from ringspan.torch.layers.packed import plain_parts
 from ringspan.torch.transport.collectives import gather_over
 from ringspan.torch.transport.digest import digest_values
@@ -56,11 +57,10 @@ def share_weights(model: nn.Module, mesh: DeviceMesh) -> None:
         _broadcast(tensors[name], mesh)
     first = int(mesh.mesh.min())
     if dist.get_rank() == first:
-        shown = ", ".join(different[:3]) + (f" and {len(different) - 3} more" if len(different) > 3 else "")
         _log.warning(
             "the ranks had different values of %s: all have those of rank %d now; call torch.manual_seed(SEED) on "
             "every rank before weights are drawn, to have them equal",
-            shown,
+            few(different, 3),
             first,
         )
 

@@ -46,7 +46,6 @@ def take_first_ranks_numbers(groups: Sequence[dist.ProcessGroup], device: torch.
 
 
 def _states(device: torch.device) -> list[tuple[Callable[[], Tensor], Callable[[Tensor], None]]]:
-    """Return getter and setter of each random generator's state."""
     states: list[Any] = [(torch.get_rng_state, torch.set_rng_state)]
     if device.type == "cuda":
         states.append((lambda: torch.cuda.get_rng_state(device), lambda state: torch.cuda.set_rng_state(state, device)))
@@ -59,7 +58,7 @@ class Clock(StoppingCriteria):
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
 
-    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: object) -> Any:
         is_over = time.monotonic() >= self._end
         return torch.full((len(input_ids),), is_over, dtype=torch.bool, device=input_ids.device)
 

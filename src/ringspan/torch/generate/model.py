@@ -29,6 +29,7 @@ from ringspan.torch.generate.weights import weights_for_tokens
 from ringspan.torch.layers.cache_names import cache_name, given_cache
 from ringspan.torch.layers.decoder import cached_kinds, cached_states
 from ringspan.torch.layers.modules import class_name
+from ringspan.torch.layers.view import RingModel, decoder_on_ring
 from ringspan.torch.memory.sharding import recover, settle
 from ringspan.torch.model.attention.own import uses_alibi
 from ringspan.torch.model.recurrent import why_no_cache
@@ -177,9 +178,9 @@ class RingGenerator(RingCausalLM):
             return made
 
 
-def refuse_states(model: Any) -> None:
+def refuse_states(model: RingModel) -> None:
     """Raise UnsupportedError for a model without a cache, with ALiBi, or with states that no cache can hold."""
-    decoder = model.get_submodule(model.ring_decoder)
+    decoder = decoder_on_ring(model)
     if cache_name(decoder) is None:
         raise UnsupportedError(
             f"{class_name(model)} does not generate on a ring: it keeps no cache, so that each token would need all of "

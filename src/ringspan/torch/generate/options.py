@@ -11,7 +11,7 @@ from transformers.generation.utils import GenerationMixin
 
 from ringspan.core.arguments import PREFILL_TOKENS
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.consistency.calls import Call, check_call
+from ringspan.torch.consistency.calls import meeting
 from ringspan.torch.consistency.fixed import check_fixed
 from ringspan.torch.consistency.forward import check_entries
 from ringspan.torch.data.media import MEDIA, Media, media_of
@@ -25,6 +25,7 @@ from ringspan.torch.layers.cache_names import OF_GENERATE, OURS, name_ours
 from ringspan.torch.layers.decoder import head_counts, head_sizes
 from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.positions import check_text
+from ringspan.torch.layers.view import RingModel, decoder_on_ring
 from ringspan.torch.model.config_changes import check_configs
 from ringspan.torch.multimodal.checks import check_media
 from ringspan.torch.multimodal.kinds import has_grid_positions
@@ -37,8 +38,7 @@ def agreed_options(
     model: Any, plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any], weights: str
 ) -> dict[str, Any]:
     """Return the arguments for transformers' ``generate``; PeerMismatch, or a rank's own error, on every rank."""
-    arguments: dict[str, Any] = {}
-    try:
+    with meeting(model.ring_mesh, "generate") as facts:
         if not issubclass(type(model), GenerationMixin):
             raise UnsupportedError(f"{class_name(model)} does not generate: its class must be a GenerationMixin")
         bound = inspect.signature(plain).bind(*args, **kwargs).arguments
@@ -58,10 +58,7 @@ def agreed_options(
             arguments["past_key_values"] = model.new_cache()
         if (cache := arguments.get("past_key_values")) is not None:
             cache.read_by(reader_of(model))
-        call = Call("generate", {"model": model.ring_number, "weights": weights}, {**texts, **tensors})
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
-        call = Call("generate", error=error)
-    check_call(model.ring_mesh, call)
+        facts.alike, facts.alike_in_ring = {"model": model.ring_number, "weights": weights}, {**texts, **tensors}
     config = arguments.get("generation_config") or model.generation_config
     arguments.setdefault("synced_gpus", False)  # replicas gather no weights from each other
     if (seconds := _asked(config, arguments, "max_time")) is not None:
@@ -88,7 +85,7 @@ def agreed_options(
     return arguments
 
 
-def _complete(model: Any, arguments: dict[str, Any]) -> None:
+def _complete(model: RingModel, arguments: dict[str, Any]) -> None:
     """Fill in defaults as transformers does; use a given cache whatever a config says, unless the call refuses one."""
     given, has_cache = arguments.get("generation_config"), arguments.get(OURS) is not None
     if has_cache and arguments.get("use_cache", getattr(given, "use_cache", None)) is False:
@@ -105,8 +102,7 @@ def _asked(config: GenerationConfig, arguments: dict[str, Any], name: str) -> An
     return arguments[name] if name in arguments else getattr(config, name, None)
 
 
-def _refuse_options(model: Any, config: GenerationConfig, arguments: dict[str, Any]) -> None:
-    """Raise UnsupportedError for options that a ring does not honour."""
+def _refuse_options(model: RingModel, config: GenerationConfig, arguments: dict[str, Any]) -> None:
     cache = arguments.get("past_key_values")
     if cache is not None and not isinstance(cache, RingCache):
         raise UnsupportedError(
@@ -154,7 +150,7 @@ def _refuse_options(model: Any, config: GenerationConfig, arguments: dict[str, A
     check_text(model, prompt, new, says=model.ring_mesh.get_rank() == 0)
 
 
-def _keep_images(model: Any, arguments: dict[str, Any], inputs: Tensor) -> None:
+def _keep_images(model: RingModel, arguments: dict[str, Any], inputs: Tensor) -> None:
     """Replace pixels by the images of uncached tokens, since transformers would repeat pixels row by row for beams."""
     if model.ring_media is None or model.ring_is_generating:
         return
@@ -175,7 +171,6 @@ def _keep_images(model: Any, arguments: dict[str, Any], inputs: Tensor) -> None:
 
 
 def _num_new_tokens(config: GenerationConfig, arguments: dict[str, Any], prompt: int) -> int:
-    """Return the most tokens to write, at least one."""
     if (new := _asked(config, arguments, "max_new_tokens")) is None:
         new = (_asked(config, arguments, "max_length") or 0) - prompt
     return max(int(new), 1)
@@ -220,9 +215,9 @@ def _check_padding(config: GenerationConfig, arguments: dict[str, Any], ids: Ten
         )
 
 
-def cache_bytes(model: Any, arguments: dict[str, Any]) -> int:
+def cache_bytes(model: RingModel, arguments: dict[str, Any]) -> int:
     """Estimate the bytes of this rank's share of the cache."""
-    config = model.get_submodule(model.ring_decoder).config
+    config = decoder_on_ring(model).config
     inputs: Any = arguments.get("inputs", arguments.get("input_ids"))
     settings = arguments.get("generation_config") or model.generation_config
     longest = inputs.shape[1] + _num_new_tokens(settings, arguments, inputs.shape[1])

@@ -15,7 +15,7 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.layout import CustomLayout
 from ringspan.core.geometry.shares import Runs
 from ringspan.torch.attention.cached import Reach, Turn
-from ringspan.torch.consistency.calls import Call, check_call
+from ringspan.torch.consistency.calls import meeting
 from ringspan.torch.consistency.forward import check_entries
 from ringspan.torch.data.media import MEDIA, Media, media_of
 from ringspan.torch.data.padding import marked_tokens
@@ -30,6 +30,7 @@ from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.numbering import counts_real_tokens, first_position, told
 from ringspan.torch.layers.positions import beyond_table, rotates
 from ringspan.torch.layers.rope import set_global_length
+from ringspan.torch.layers.view import RingModel, decoder_on_ring
 from ringspan.torch.model.forward_arguments import check_arguments
 from ringspan.torch.multimodal.checks import check_media
 from ringspan.torch.multimodal.kinds import Kind, has_grid_positions
@@ -55,10 +56,11 @@ class CachePass(NamedTuple):
     media: Media | None = None
 
 
-def agreed_pass(model: Any, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> CachePass:
+def agreed_pass(
+    model: RingModel, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> CachePass:
     """Return the arguments of a pass over a cache; PeerMismatch, or a rank's own error, on every rank."""
-    asked = CachePass()
-    try:
+    with meeting(model.ring_mesh, "a forward pass over a cache", between_replicas=False) as met:
         given = kwargs
         if args:
             names = [name for name in inspect.signature(forward).parameters if name != "self"]
@@ -86,14 +88,11 @@ def agreed_pass(model: Any, forward: Callable[..., Any], args: tuple[Any, ...], 
         facts |= {"model": model.ring_number, "mode": "training" if model.training else "evaluation"}
         if cache is not None:
             cache.read_by(reader_of(model))
-        call = Call("a forward pass over a cache", alike_in_ring=facts)
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
-        call = Call("a forward pass over a cache", error=error)
-    check_call(model.ring_mesh, call, between_replicas=False)
+        met.alike_in_ring = facts
     return asked
 
 
-def _media(model: Any, asked: CachePass, given: dict[str, Any]) -> Media | None:
+def _media(model: RingModel, asked: CachePass, given: dict[str, Any]) -> Media | None:
     """Take the images of new tokens from the given arguments; None without any, whatever the token types."""
     if model.ring_media is None:
         return None
@@ -123,8 +122,7 @@ def _of_prompt(media: Media, ids: Any) -> Media:
     raise UnsupportedError("a prompt with images is read as a whole; leave prefill_chunk_size out, a ring has its own")
 
 
-def _check_pass(model: Any, asked: CachePass) -> None:
-    """Raise UnsupportedError for unfit tensors and unsupported arguments."""
+def _check_pass(model: RingModel, asked: CachePass) -> None:
     ids, mask, positions, cache, use_cache, keep, _ = asked
     if torch.is_grad_enabled() and not model.ring_is_generating:
         raise UnsupportedError("a pass over a cache is not differentiated; call it under torch.no_grad()")
@@ -157,7 +155,7 @@ def _check_pass(model: Any, asked: CachePass) -> None:
     if cache is not None and (rows := cache.num_sequences) not in (None, len(ids)):
         raise UnsupportedError(f"the cache holds {rows} sequences, input_ids {len(ids)}; give as many")
     last = length if positions is None else int(positions.max()) + 1
-    if error := beyond_table(model, model.get_submodule(model.ring_decoder), last):
+    if error := beyond_table(model, decoder_on_ring(model), last):
         raise error
 
 
@@ -173,14 +171,14 @@ def over_cache(model: Any, asked: CachePass) -> CausalLMOutputWithPast:
     if attention_mask is not None and not bool(attention_mask.all()):
         real = real_runs(attention_mask)
     if position_ids is None:
-        decoder = model.get_submodule(model.ring_decoder)
+        decoder = decoder_on_ring(model)
         # As transformers' forward counts, which differs from its ``generate`` where more than distances matter.
         skips = rotates(text_config(model.config)) or has_grid_positions(model) or counts_real_tokens(decoder)
         position_ids = new_positions(model, cache, len(ids), count, attention_mask if skips else None, media)
         position_ids = position_ids + first_position(decoder)
     position_ids = position_ids.to(device).expand(*position_ids.shape[:-2], len(ids), -1)  # with a time, row and column
     shifts = new_shifts(cache, position_ids, attention_mask) if has_grid_positions(model) else None
-    set_global_length(model.get_submodule(model.ring_decoder), int(position_ids.max()) + 1)
+    set_global_length(decoder_on_ring(model), int(position_ids.max()) + 1)
     keep = min(logits_to_keep or count, count)
     chunk = model.ring_prefill_tokens * cache.shares.ranks
     cache.reserve(before + count)
@@ -213,7 +211,7 @@ def _parts(count: int, chunk: int, blocks: Sequence[Blocks] | None) -> Iterator[
 
 
 def _turn(
-    model: Any,
+    model: RingModel,
     cache: RingCache,
     ids: Tensor,
     positions: Tensor,
@@ -223,7 +221,7 @@ def _turn(
     images: PromptImages | None,
 ) -> Tensor:
     """Run the decoder on a part of new tokens (B, n): hidden states of its last ``wanted``, on every rank."""
-    ring, decoder = model.ring_mesh["ring"], model.get_submodule(model.ring_decoder)
+    ring, decoder = model.ring_mesh["ring"], decoder_on_ring(model)
     start, count, columns = cache.shares.length, part.stop - part.start, torch.arange(part.start, part.stop)
     splits = is_split(count, cache.shares.ranks)
     firsts = cache.firsts

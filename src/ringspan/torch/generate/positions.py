@@ -4,19 +4,18 @@ An image's many tokens take few positions (M-RoPE): the cache keeps each token's
 later pass can continue.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from ringspan.torch.data.media import Media
 from ringspan.torch.generate.cache.cache import RingCache
+from ringspan.torch.layers.view import RingModel
 from ringspan.torch.multimodal.kinds import has_grid_positions
 
 
 def new_positions(
-    model: Any, cache: RingCache, rows: int, count: int, mask: Tensor | None, media: Media | None
+    model: RingModel, cache: RingCache, rows: int, count: int, mask: Tensor | None, media: Media | None
 ) -> Tensor:
     """Compute positions of new tokens: (B, n), or (4, B, n) with images, which have a time, row and column too."""
     # ``rows`` is a multiple of the cache's; ``mask`` are real tokens among all (B, L); ``media`` are the new tokens'.
@@ -48,7 +47,9 @@ def new_shifts(cache: RingCache, positions: Tensor, mask: Tensor | None) -> Tens
     return shifts.gather(1, last_real)  # with padding, it comes no further
 
 
-def whole_positions(model: Any, cache: RingCache, ids: Tensor, mask: Tensor | None, media: Media | None) -> Tensor:
+def whole_positions(
+    model: RingModel, cache: RingCache, ids: Tensor, mask: Tensor | None, media: Media | None
+) -> Tensor:
     """Compute positions of all L tokens after a cache; ``generate`` takes the new ones'."""
     count = (ids if mask is None else mask).shape[1] - cache.shares.length
     return pad(new_positions(model, cache, len(ids), count, mask, media), (cache.shares.length, 0)).to(ids.device)

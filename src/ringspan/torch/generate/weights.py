@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.units import shown_bytes
 from ringspan.core.names import WEIGHTS_NAMES
+from ringspan.torch.layers.view import RingModel
 from ringspan.torch.memory.sharding import kept_whole
 
 _SPARE: Final = 0.9  # of what is free; the rest is for what a chunk computes
@@ -29,7 +30,7 @@ def check_weights(weights: Any) -> None:
 
 
 @contextmanager
-def weights_for_tokens(model: Any, weights: str, cache_bytes: int) -> Iterator[None]:
+def weights_for_tokens(model: RingModel, weights: str, cache_bytes: int) -> Iterator[None]:
     """Keep all weights whole on each rank during generation, or gather them for each pass."""
     # ``auto`` keeps them whole if they fit with ``cache_bytes`` on all ranks, and logs the reason.
     ring = model.ring_mesh["ring"]
@@ -52,7 +53,7 @@ def weights_for_tokens(model: Any, weights: str, cache_bytes: int) -> Iterator[N
         yield
 
 
-def gathered_bytes(model: Any) -> int:
+def gathered_bytes(model: RingModel) -> int:
     """Return the bytes of a ring's gathered weights, extra to the shards; the same number on every rank."""
     precision = model._get_fsdp_state()._mp_policy.param_dtype
     return sum(
@@ -72,7 +73,6 @@ def _numbers_on_ring(parameter: DTensor) -> int:
 
 
 def _free_bytes(ring: DeviceMesh) -> int:
-    """Return the least free memory of the ring's ranks."""
     device = torch.device(ring.device_type)
     if device.type == "cuda":
         free = torch.cuda.mem_get_info()[0]

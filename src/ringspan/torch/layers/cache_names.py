@@ -23,7 +23,6 @@ def given_cache(arguments: dict[str, Any]) -> Any:
 
 
 def name_ours(arguments: dict[str, Any]) -> None:
-    """Rename the cache among the arguments to our own name."""
     for name in _OTHERS:
         if (cache := arguments.pop(name, None)) is not None:
             arguments.setdefault(OURS, cache)

@@ -29,13 +29,11 @@ _WITHOUT_ATTENTION: Final = STATEFUL_LAYERS - {"hybrid", "hybrid_sliding"} | {"m
 
 
 def has_attention(config: PreTrainedConfig) -> bool:
-    """Return True if a decoder's config has attention layers."""
     types = getattr(config, "layer_types", None)
     return not types or any(kind not in _WITHOUT_ATTENTION for kind in types)
 
 
 def without_attention(config: PreTrainedConfig) -> set[int]:
-    """Return the layers without attention."""
     types = getattr(config, "layer_types", None) or ()
     return {number for number, kind in enumerate(types) if kind in _WITHOUT_ATTENTION}
 
@@ -168,7 +166,6 @@ def inner_of(model: PreTrainedModel) -> Any:
 
 
 def towers_of(model: PreTrainedModel) -> list[PreTrainedModel]:
-    """Return the models other than the decoder."""
     decoder: nn.Module = decoder_of(model)
     below = [child for child in inner_of(model).children() if isinstance(child, PreTrainedModel)]
     return [child for child in below if all(module is not decoder for module in child.modules())]

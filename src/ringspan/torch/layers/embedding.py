@@ -74,8 +74,6 @@ class _Summed(nn.Module):
 
 
 class _Lookups(TorchFunctionMode):
-    """Mode that gives look-ups our gradient."""
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (_look_up if func is functional.embedding else func)(*args, **(kwargs or {}))
 

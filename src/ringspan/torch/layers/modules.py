@@ -2,14 +2,17 @@
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import wraps
-from typing import Any, Final
+from typing import Any, Final, Never
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
+
+from ringspan.core.errors import UnsupportedError
 
 _HOOKS: Final = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
@@ -22,6 +25,11 @@ def hidden_of(result: Any) -> Any:
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a tensor; a gradient in its place goes back to the whole."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return all of a tensor that ranks share, on each of them together; any other tensor itself."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def example_of(module: nn.Module) -> nn.Parameter:
@@ -74,6 +82,28 @@ def mix_in(module: nn.Module, mixin: type, **attributes: Any) -> None:
 
 def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda _, *args, **kwargs: function(*args, **kwargs)
+
+
+def refusing(why: str) -> Callable[..., Never]:
+    """Make a method that raises UnsupportedError; ``{model}`` in the message is the model's class."""
+
+    def refuse(self: nn.Module, *args: object, **kwargs: object) -> Never:
+        raise UnsupportedError(why.replace("{model}", class_name(self)))
+
+    return refuse
+
+
+@contextmanager
+def instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Call another forward in place of a module's own."""
+    own = vars(module).get("forward")  # a hook of somebody's, say
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
 
 
 def seen_as(plain: Callable[..., Any], forward: Callable[..., Any], without: str = "") -> Callable[..., Any]:

@@ -15,7 +15,6 @@ _POSITIONS = "position_ids"
 
 
 def takes_positions(decoder: nn.Module) -> bool:
-    """Return True if a decoder's forward takes positions."""
     return _POSITIONS in inspect.signature(forward_of(decoder)).parameters
 
 

@@ -47,8 +47,6 @@ def has_packed(model: nn.Module) -> bool:
 
 
 class _Packed(nn.Module):
-    """Parametrization between a packed tensor and its parts."""
-
     def __init__(self, tensor: Any) -> None:
         super().__init__()
         self._kind = type(tensor)

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.decoder import text_config
 from ringspan.torch.layers.modules import class_name
+from ringspan.torch.layers.view import RingModel, decoder_on_ring
 
 logger = logging.getLogger(__name__)
 
@@ -47,13 +48,13 @@ def num_trained_positions(config: PreTrainedConfig) -> int | None:
     return int(limit * max(factors, default=1.0))
 
 
-def check_text(model: Any, prompt: int, new: int, *, says: bool) -> None:
+def check_text(model: RingModel, prompt: int, new: int, *, says: bool) -> None:
     """Check that the model has positions for ``prompt`` and ``new`` tokens; log once, if ``says``, beyond training.
 
     Raises:
         UnsupportedError: a learned table ends before the text does.
     """
-    decoder = model.get_submodule(model.ring_decoder)
+    decoder = decoder_on_ring(model)
     limit = num_learned_positions(decoder)
     if limit is not None and prompt + new > limit:
         raise UnsupportedError(
@@ -75,7 +76,7 @@ def check_text(model: Any, prompt: int, new: int, *, says: bool) -> None:
     )
 
 
-def note_length(model: Any, length: int, *, says: bool) -> None:
+def note_length(model: RingModel, length: int, *, says: bool) -> None:
     """Store the length a rotary model is trained on, for ``as_trained``; log once, if ``says``, that it is longer."""
     config = text_config(model.config)
     made_for = num_trained_positions(config)
@@ -101,7 +102,7 @@ def note_length(model: Any, length: int, *, says: bool) -> None:
 
 
 @contextmanager
-def as_trained(model: Any) -> Iterator[None]:
+def as_trained(model: RingModel) -> Iterator[None]:
     """Set the trained length in the config while saving only, so that computation never depends on it."""
     config, length = text_config(model.config), getattr(model, "ring_trained_length", None)
     before = getattr(config, "max_position_embeddings", None)
@@ -116,7 +117,21 @@ def as_trained(model: Any) -> Iterator[None]:
 
 def rotates_by_length(config: PreTrainedConfig) -> bool:
     """Return True if frequencies depend on the text's length: keys of a shorter text are then void."""
-    return any(each.get("rope_type") in ("dynamic", "longrope") for each in _rope_tables(config))
+    return _rope_by_length(config) is not None
+
+
+def _rope_by_length(config: PreTrainedConfig) -> str | None:
+    kinds = (each.get("rope_type") for each in _rope_tables(config))
+    return next((kind for kind in kinds if kind in ("dynamic", "longrope")), None)
+
+
+def refuse_rope_by_length(name: str, config: PreTrainedConfig, why: str) -> None:
+    """Raise UnsupportedError for rotary frequencies that depend on the text's length, and why they cannot."""
+    if rope := _rope_by_length(config):
+        raise UnsupportedError(
+            f"{name}: rope_type={rope!r} chooses frequencies by the length of the sequence, which {why}; use default, "
+            "linear, llama3 or yarn"
+        )
 
 
 def rotates(config: PreTrainedConfig) -> bool:
@@ -125,6 +140,5 @@ def rotates(config: PreTrainedConfig) -> bool:
 
 
 def _rope_tables(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Return the config's rotary parameters, common or per layer type."""
     rope = getattr(config, "rope_parameters", None) or {}
     return [rope, *(each for each in rope.values() if isinstance(each, dict))]

@@ -29,7 +29,6 @@ def chunk_rotary_tables(model: PreTrainedModel) -> None:
 
 
 def set_global_length(model: PreTrainedModel, length_tokens: int) -> None:
-    """Tell the rotary embeddings the whole sequence's length."""
     for module in model.modules():
         if isinstance(module, _ChunkedTables):
             module.rotary_length = length_tokens
@@ -58,8 +57,6 @@ def is_rotary(module: nn.Module) -> bool:
 
 
 class _ChunkedTables(nn.Module):
-    """Mixin that ``chunk_rotary_tables`` adds to a module's class."""
-
     rotary_length: int | None = None
 
     def forward(self: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:

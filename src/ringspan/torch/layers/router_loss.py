@@ -9,8 +9,7 @@ It is not a mean of per-rank losses, so n and p are summed over ranks first. Sam
 Source: Fedus et al. 2021, "Switch Transformers", equations 4 to 6.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -23,9 +22,9 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.torch.data.batch_layout import BatchLayout
 from ringspan.torch.layers.blockwise.head import input_size, output_size
 from ringspan.torch.layers.decoder import text_config
-from ringspan.torch.layers.modules import class_name
+from ringspan.torch.layers.modules import class_name, instead
 from ringspan.torch.layers.router_record import RouterRecorder
-from ringspan.torch.layers.view import ModelView
+from ringspan.torch.layers.view import ModelView, RingModel
 from ringspan.torch.transport.sums import Sum
 
 _COEFFICIENTS: Final = ("router_aux_loss_coef", "aux_loss_coef")
@@ -81,13 +80,18 @@ def find_router_loss(view: ModelView) -> RouterLoss | None:
 
 
 def no_router_loss(name: str) -> UnsupportedError:
-    """Return the error for a model without an auxiliary loss."""
     return UnsupportedError(
         f"output_router_logits=True: {name} adds no load-balancing loss of its routers to its loss; leave it out"
     )
 
 
-def wanted_router(model: Any, asked: bool | None) -> RouterLoss | None:
+def refuse_router_loss(view: ModelView) -> None:
+    """Raise UnsupportedError for a config that asks for the loss of routers in a model without a loss of its own."""
+    if getattr(view.decoder.config, "output_router_logits", False):
+        raise UnsupportedError(f"{view.name}: output_router_logits=True has no loss to be added to; set it to False")
+
+
+def wanted_router(model: RingModel, asked: bool | None) -> RouterLoss | None:
     """Return the auxiliary loss if asked for by the caller or, with None, by the config.
 
     Raises:
@@ -116,12 +120,12 @@ def record_routers(decoder: nn.Module, loss: RouterLoss) -> None:
 
 
 @torch.compiler.disable()
-def real_tokens_of(model: Any, positions: Tensor, sequence_length: int, document_lengths: Tensor | None) -> Tensor:
+def real_tokens_of(model: RingModel, positions: Tensor, length: int, document_lengths: Tensor | None) -> Tensor:
     """Return the mask (B, T) of local tokens within their documents: not padding of the layout."""
     ring = model.ring_mesh["ring"]
     split = BatchLayout.of(model.ring_layout, ring.size() * positions.shape[1], ring.size(), document_lengths)
     everywhere = split.positions(ring.get_local_rank()).to(positions.device)
-    ends: Any = sequence_length if document_lengths is None else document_lengths.sum(1, keepdim=True)
+    ends: Any = length if document_lengths is None else document_lengths.sum(1, keepdim=True)
     return (everywhere < ends).expand(positions.shape)
 
 
@@ -139,22 +143,10 @@ def _agrees(view: ModelView, loss: RouterLoss) -> bool:
     output = MoeModelOutputWithPast(last_hidden_state=hidden, router_logits=scores)
     call = partial(model, input_ids=tokens, labels=tokens)
     try:
-        with _instead(decoder, lambda *args, **kwargs: output), _instead(head, lambda *args, **kwargs: logits):
+        with instead(decoder, lambda *_, **__: output), instead(head, lambda *_, **__: logits):
             found, plain = call(output_router_logits=True), call(output_router_logits=False)
         ours = loss(scores, torch.ones(5, dtype=torch.bool), [])
         expected = plain.loss + getattr(model, loss.coefficient) * ours
         return torch.allclose(found.aux_loss, ours) and torch.allclose(found.loss, expected)
     except Exception:  # whatever a model raises that computes it in another way
         return False
-
-
-@contextmanager
-def _instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    own = vars(module).get("forward")  # a hook of somebody's, say
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own

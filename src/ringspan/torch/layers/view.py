@@ -1,10 +1,22 @@
-"""A Hugging Face model's parts, which ``ringspan.torch.model.view`` finds once, where the model comes in."""
+"""A Hugging Face model's parts, which ``ringspan.torch.model.view`` finds once, and what a ring adds to them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
+
+from ringspan.core.names import BatchLayoutName
+from ringspan.torch.data.loss_blocks import LossOptions
+
+if TYPE_CHECKING:
+
+    class _Model(PreTrainedModel, FSDPModule): ...
+else:
+    _Model = object  # it stands before whichever class a model has
 
 
 @dataclass(frozen=True)
@@ -33,3 +45,51 @@ class ModelView:
     def name(self) -> str:
         """The model's class, as errors name it."""
         return type(self.model).__name__
+
+
+class RingModel(_Model):
+    """Attributes that ``parallelize`` adds to a model."""
+
+    ring_mesh: DeviceMesh
+    ring_layout: BatchLayoutName
+    ring_decoder: str
+    """The decoder's path; empty if the model is one."""
+    ring_configs: tuple[Any, ...]
+    """Each config and its fields of then (``ConfigCopy``)."""
+    ring_number: str
+    """An identity among the models of the mesh."""
+    ring_structure: dict[nn.Module, dict[str, None]]
+    """Parameter names of each module."""
+    ring_buffers: list[tuple[str, nn.Module, str]]
+    """Path, module and name of each buffer of the layers."""
+    ring_loss_function: Callable[..., Any]
+    """The model's own of then."""
+    ring_is_generating = False
+    """True while weights may be whole between passes."""
+    ring_media: Any = None
+    """Kind of the model's image inputs (``Kind``); None if it takes none."""
+
+    ring_trained_length: int | None
+    """Longest text that it was trained on beyond its positions (``note_length``)."""
+    ring_said_text_length: bool
+    ring_loss: LossOptions
+    ring_vocabularies: tuple[int, int]
+    """Vocabulary sizes of the input embedding and the head."""
+    ring_skipped: int | None
+    """Token that the model's own forward skips when counting positions."""
+    ring_head_parts: tuple[str, ...] = ()
+    """Modules that make logits, if more than the output embedding."""
+    ring_head: Any
+    """Kind of head tried out last."""
+    ring_stateful: bool
+    """True if layers have states or convolutions."""
+    ring_compiled: bool
+    """True if layers are compiled."""
+    ring_router: Any
+    """Auxiliary loss of a mixture of experts (``RouterLoss``); None if absent."""
+
+
+def decoder_on_ring(model: RingModel) -> PreTrainedModel:
+    """Return the decoder of a model on a ring."""
+    decoder: Any = model.get_submodule(model.ring_decoder)
+    return decoder

@@ -146,10 +146,10 @@ class _InSegments(Mixin):
 
     activation_segments: Segments
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> Any:
         with self.activation_segments.forward_pass():
             return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _keep_layer_attention(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _keep_layer_attention(ctx: Any, operator: Any, *args: object, **kwargs: object) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator == _LAYER else CheckpointPolicy.PREFER_RECOMPUTE

@@ -160,7 +160,6 @@ def _gathered(layer: nn.Module, coming: nn.Module | None, *, stays: bool) -> Ite
 
 
 def _surroundings(hidden: Tensor) -> Callable[[], Any]:
-    """Return a context with the current random state and autocast."""
     kind = hidden.device.type
     cpu_state = torch.get_rng_state()
     devices, states = get_device_states(hidden)

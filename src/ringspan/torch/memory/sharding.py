@@ -38,7 +38,7 @@ def shard_weights(
             module.register_load_state_dict_pre_hook(partial(_take_whole_tensors, model))
 
 
-def _take_whole_tensors(model: Any, module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+def _take_whole_tensors(model: Any, module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
     """Let ``load_state_dict`` take whole tensors and keep this rank's part of each."""
     settle(model)
     for name, parameter in module._parameters.items():
@@ -50,7 +50,6 @@ def _take_whole_tensors(model: Any, module: nn.Module, state: dict[str, Any], pr
 
 
 def _as_sharded(given: Tensor, parameter: DTensor) -> DTensor:
-    """Return this rank's part of a whole tensor, split like a parameter."""
     # The places that torch.distributed.checkpoint plans with, for every kind of sharding.
     places: Any = parameter.__create_chunk_list__()
     local = given.detach().new_empty(parameter.to_local().shape)
@@ -122,7 +121,6 @@ def _written_copies(model: FSDPModule) -> list[str]:
 
 
 def _whole_parameters(model: FSDPModule) -> list[Any]:
-    """Return FSDP's records of gathered parameters."""
     groups = [group for group in _groups_of(model) if group.is_unsharded]
     return [parameter for group in groups for parameter in group.fsdp_params]
 
@@ -214,7 +212,6 @@ def _groups_of(model: Any) -> list[Any]:
 
 
 def _groups_in(module: FSDPModule) -> list[Any]:
-    """Return FSDP's parameter groups of one module."""
     return _groups_of_state(_state_of(module))
 
 

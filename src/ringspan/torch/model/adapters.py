@@ -4,7 +4,7 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Never
 
@@ -12,11 +12,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.layers.modules import forward_of, mix_in
+from ringspan.torch.layers.modules import forward_of, mix_in, refusing
 from ringspan.torch.memory.sharding import settle
 from ringspan.torch.model.config_changes import deciding_fields
-from ringspan.torch.model.saving import whole_weights
-from ringspan.torch.transport.collectives import gather_over
+from ringspan.torch.model.saving import voted, whole_weights
 
 
 @contextmanager
@@ -34,12 +33,14 @@ def is_peft(model: Any) -> bool:
 
 
 def base_of(model: Any) -> Any:
-    """Return the transformers model inside a PEFT model.
+    """Return the transformers model inside a PEFT model; any other model itself.
 
     Raises:
         UnsupportedError: an adapter is not a set of weights next to the model's (prompts, prefixes), or changes more
             than token-wise modules.
     """
+    if not is_peft(model):
+        return model
     for name, config in model.peft_config.items():
         kind = getattr(config.peft_type, "value", config.peft_type)
         if config.is_prompt_learning or config.is_adaption_prompt:
@@ -78,17 +79,11 @@ def put_on_ring(model: Any) -> None:
     mix_in(model, _RingPeft)
 
 
-def _refuse(name: str, advice: str) -> Any:
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> Never:
-        raise UnsupportedError(f"{name} is not for a model on a ring, whose weights are split; {advice}")
-
-    refuse.__name__, refuse.__doc__ = name, "Not on a ring."
-    return refuse
+def _refuse(name: str, advice: str) -> Callable[..., Never]:
+    return refusing(f"{name} is not for a model on a ring, whose weights are split; {advice}")
 
 
 class _Frozen:
-    """Refused methods of a PEFT model on a ring."""
-
     merge_and_unload = _refuse("merge_and_unload", "save_pretrained, and merge in one process: docs/adapters.md")
     merge_adapter = _refuse("merge_adapter", "save_pretrained, and merge in one process: docs/adapters.md")
     unmerge_adapter = _refuse("unmerge_adapter", "do it before parallelize")
@@ -100,10 +95,7 @@ class _Frozen:
 
 
 class _RingPeft(_Frozen):
-    """Mixin that ``parallelize`` adds to a PEFT model's class."""
-
-    def named_parameters(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the shards, for an optimizer."""
+    def named_parameters(self: Any, *args: object, **kwargs: object) -> Iterator[tuple[str, nn.Parameter]]:
         settle(self.get_base_model())
         return super().named_parameters(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -114,7 +106,7 @@ class _RingPeft(_Frozen):
 
         Raises:
             UnsupportedError: a conversion of initialised adapters, which would load another one.
-            RuntimeError: on other ranks, if rank 0 could not write.
+            PeerMismatch: on other ranks, if rank 0 could not write.
         """
         save: Any = super().save_pretrained  # pyright: ignore[reportAttributeAccessIssue]
         given = inspect.signature(save).bind(save_directory, *args, **kwargs).arguments
@@ -126,18 +118,12 @@ class _RingPeft(_Frozen):
         state = kwargs.pop("state_dict", None)
         if state is None:
             state = adapter_weights(self, given)
-        error: Exception | None = None
-        if dist.get_rank() == 0:
-            try:
-                save(save_directory, *args, state_dict=state, **kwargs)
-            except Exception as raised:  # the others wait to be told
-                error = raised
-        reason = error and f"{type(error).__name__}: {error}"
-        reason = next(filter(None, gather_over(self.ring_mesh, reason)), None)
-        if error is not None:
-            raise error
-        if reason:
-            raise RuntimeError(f"rank 0 could not save the adapter: {reason}")
+        is_writer = dist.get_rank() == 0
+        voted(
+            self,
+            "the end of saving the adapter",
+            lambda: is_writer and save(save_directory, *args, state_dict=state, **kwargs),
+        )
 
 
 def adapter_weights(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:

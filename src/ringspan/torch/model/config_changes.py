@@ -10,44 +10,21 @@ from transformers import PreTrainedConfig
 from ringspan.core.errors import UnsupportedError
 
 # Fields of saved files and of names, which change no number that any model computes; weights are compared themselves.
-_NAMES: Final = frozenset(
-    {
-        "_commit_hash",
-        "_from_model_config",
-        "_name_or_path",
-        "name_or_path",
-        "architectures",
-        "auto_map",
-        "dtype",
-        "finetuning_task",
-        "id2label",
-        "keys_to_ignore_at_inference",
-        "label2id",
-        "task_specific_params",
-        "tokenizer_class",
-        "torch_dtype",
-        "transformers_version",
-        "use_cache",  # a model on a ring keeps none
-    }
-)
+_NAMES: Final = frozenset((
+    "_commit_hash", "_from_model_config", "_name_or_path", "name_or_path", "architectures", "auto_map", "dtype",
+    "finetuning_task", "id2label", "keys_to_ignore_at_inference", "label2id", "task_specific_params", "tokenizer_class",
+    "torch_dtype", "transformers_version",
+    "use_cache",  # a model on a ring keeps none
+))  # fmt: skip
 # Fields that change nothing of what a model on a ring computes, or that its forward pass reads each time.
-_FREE: Final = _NAMES | {
+_FREE: Final = _NAMES | frozenset((
     "tie_word_embeddings",  # of weights that are tied or not by now
-    # read each time
-    "router_aux_loss_coef",  # by TRL's fused head; models have one of their own, from when they were made
-    "output_router_logits",
-    "_experts_implementation",
-    "_experts_implementation_internal",
+    # read each time; of routers by TRL's fused head: models have one of their own, from when they were made
+    "router_aux_loss_coef", "output_router_logits", "_experts_implementation", "_experts_implementation_internal",
     # of what a tokenizer or ``generate`` does
-    "bos_token_id",
-    "decoder_start_token_id",
-    "eos_token_id",
-    "max_length",
-    "pad_token_id",
-    "problem_type",
-    "quantization_config",
-    "sep_token_id",
-}
+    "bos_token_id", "decoder_start_token_id", "eos_token_id", "max_length", "pad_token_id", "problem_type",
+    "quantization_config", "sep_token_id",
+))  # fmt: skip
 # Fields that a config need not have, and what each means when it has them not.
 _ABSENT: Final = {"attention_dropout": 0.0, "is_causal": True, "sliding_window": None}
 
@@ -66,8 +43,6 @@ def deciding_fields(config: Any) -> dict[str, Any]:
 
 
 class ConfigCopy(NamedTuple):
-    """Config and its fields when the model went onto the ring."""
-
     config: PreTrainedConfig
     fields: dict[str, Any]
 

@@ -7,29 +7,20 @@ misspelling, raises: nothing is dropped silently.
 import difflib
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from ringspan.core.errors import UnsupportedError
 
+T = TypeVar("T")
+
 # Arguments of ``RingCausalLM.forward``, which honours them.
-HONOURED: Final = frozenset(
-    {
-        "batch_digest",
-        "document_lengths",
-        "input_ids",
-        "layout_digest",
-        "media",
-        "num_items_in_batch",
-        "output_router_logits",
-        "position_ids",
-        "real_tokens",
-        "sequence_length",
-        "shift_labels",
-    }
-)
+HONOURED: Final = frozenset((
+    "batch_digest", "document_lengths", "input_ids", "layout_digest", "media", "num_items_in_batch",
+    "output_router_logits", "position_ids", "real_tokens", "sequence_length", "shift_labels",
+))  # fmt: skip
 
 # Arguments that have one possible value on a ring, beside None for the default.
 FIXED: Final[Mapping[str, Any]] = {
@@ -53,8 +44,8 @@ _HEAD: Final = "it belongs to a model with another head: leave it out"
 _EXTRA: Final = "this input is not split over the ring: leave it out"
 
 
-def _all(remedy: str, names: str) -> dict[str, str]:
-    return dict.fromkeys(names.split(), remedy)
+def _all(value: T, names: str) -> dict[str, T]:
+    return dict.fromkeys(names.split(), value)
 
 
 # Arguments that raise, and what to do instead.
@@ -122,8 +113,6 @@ def _similar(name: str, known: Iterable[str]) -> str:
 
 
 class Unsaid(Enum):
-    """Value of an omitted argument if None has a meaning."""
-
     UNSAID = "unsaid"
 
 
@@ -157,21 +146,10 @@ ATTENTION: Final[Mapping[str, _Fixed]] = {
     "deterministic": _ANY,  # of flash attention's backward pass; the ring's sums always come in the same order
     # What changes whom a query sees, or its score.
     "is_causal": _Fixed((True, None)),
-    **dict.fromkeys(
-        (
-            "attention_mask",
-            "block_indices",
-            "cu_seq_lens_k",
-            "cu_seq_lens_q",
-            "head_mask",
-            "indices",
-            "max_length_k",
-            "max_length_q",
-            "position_bias",
-            "seq_idx",
-            "sinks",
-        ),
+    **_all(
         _Fixed((None,)),
+        "attention_mask block_indices cu_seq_lens_k cu_seq_lens_q head_mask indices max_length_k max_length_q "
+        "position_bias seq_idx sinks",
     ),
     "dropout": _Fixed((0, None)),
 }

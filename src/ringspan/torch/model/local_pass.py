@@ -14,6 +14,7 @@ from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.numbering import counts_real_tokens, told
 from ringspan.torch.layers.positions import note_length
 from ringspan.torch.layers.rope import set_global_length
+from ringspan.torch.layers.view import RingModel, decoder_on_ring
 from ringspan.torch.model.recurrent import starts_of
 from ringspan.torch.multimodal.token_types import Blocks, blocks_of
 from ringspan.torch.multimodal.towers import find_pass
@@ -21,7 +22,7 @@ from ringspan.torch.recurrence.current import SequencePass, passing
 
 
 def local_hidden_states(
-    model: Any,
+    model: RingModel,
     input_ids: Tensor,
     position_ids: Tensor,
     longest: int,
@@ -38,7 +39,7 @@ def local_hidden_states(
     Raises:
         UnsupportedError: the model's layers cannot be told of packed documents.
     """
-    decoder = model.get_submodule(model.ring_decoder)
+    decoder = decoder_on_ring(model)
     if document_lengths is not None and counts_real_tokens(decoder):
         ring = model.ring_mesh["ring"]
         split = BatchLayout.of(model.ring_layout, position_ids.shape[1] * ring.size(), ring.size(), document_lengths)
@@ -77,7 +78,7 @@ class Packed:
     """Documents of each sequence, local positions in them, and blocks seen both ways, on their way to the layers."""
 
     def __init__(
-        self, model: Any, lengths: Tensor | None, positions: Tensor, blocks: Sequence[Blocks] | None = None
+        self, model: RingModel, lengths: Tensor | None, positions: Tensor, blocks: Sequence[Blocks] | None = None
     ) -> None:
         # On the CPU: each compiled layer reads them, and would wait for the device.
         self.lengths = lengths = None if lengths is None else lengths.cpu()
@@ -97,8 +98,7 @@ class Packed:
 
 
 @torch.compiler.disable()
-def _sequences(model: Any, tokens: int, packed: Packed | None) -> SequencePass:
-    """Return the pass that layers with a state see, for ``tokens`` local tokens."""
+def _sequences(model: RingModel, tokens: int, packed: Packed | None) -> SequencePass:
     ring = model.ring_mesh["ring"]
     split = None if packed is None else packed.split
     split = split or BatchLayout.of(model.ring_layout, tokens * ring.size(), ring.size(), None)
@@ -109,5 +109,5 @@ def _sequences(model: Any, tokens: int, packed: Packed | None) -> SequencePass:
 
 
 @torch.compiler.disable()  # a part of a mesh is made here, which it cannot trace
-def _note_length(model: Any, length: int) -> None:
+def _note_length(model: RingModel, length: int) -> None:
     note_length(model, length, says=model.ring_mesh["ring"].get_local_rank() == 0)

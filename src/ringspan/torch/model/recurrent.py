@@ -89,7 +89,6 @@ def refuse_spans(view: ModelView, layout: BatchLayoutName, ranks: int, tp: int) 
 
 
 def hook_stateful(modules: Iterable[nn.Module]) -> None:
-    """Make modules compute spans during a ring pass."""
     for module in modules:
         if _is_lightning(module):
             mix_in(module, _RingLightning)
@@ -145,7 +144,7 @@ def _wrapped(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     return over_spans
 
 
-def _fused(*_: Any) -> None:
+def _fused(*_: object) -> None:
     return None
 
 
@@ -170,7 +169,7 @@ def _scanned(name: str, plain: Any, arguments: dict[str, Any], further: dict[str
 class _RingLightning(Mixin):
     """Forward of MiniMax's lightning attention, whose recurrence is inlined in transformers."""
 
-    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, hidden_states: Tensor, *args: object, **kwargs: object) -> Any:
         sequences = current_pass()
         if sequences is None:
             return super().forward(hidden_states, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
@@ -188,7 +187,6 @@ class _RingLightning(Mixin):
 
 
 def starts_of(rows: list[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    """Yield the start of each document, for each sequence."""
     for lengths in rows:
         ends = [0]
         for length in lengths[:-1]:

@@ -6,25 +6,29 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.consistency.calls import Call, check_call
+from ringspan.torch.consistency.calls import Call, check_call, meeting
 from ringspan.torch.consistency.loop_watch import in_call
 from ringspan.torch.consistency.optimizers import optimizer_facts
-from ringspan.torch.layers.modules import class_name
+from ringspan.torch.layers.modules import class_name, whole
 from ringspan.torch.layers.packed import has_packed
 from ringspan.torch.layers.positions import as_trained
+from ringspan.torch.layers.view import RingModel
 from ringspan.torch.memory.sharding import settle
 from ringspan.torch.transport.collectives import gather_over
 from ringspan.torch.weights.saving import plan_weights, write_weights
 from ringspan.torch.weights.writing import MAX_SHARD_SIZE, missing_room, put_in_place, scratch_in
+
+_NOT_SAVED: Final = {
+    "push_to_hub": "save to a folder, then huggingface_hub.upload_folder",
+    "distributed_checkpoint": "leave it out: what is written is a folder of transformers",
+}
 
 
 class Saved:
@@ -56,26 +60,21 @@ class Saved:
                 stream(self, Path(save_directory), save, kwargs, is_writer=is_writer)
 
 
-def refuse_saving(model: Any, options: dict[str, Any]) -> None:
-    """Begin saving on all ranks, or raise on all."""
-    remedies = {
-        "push_to_hub": "save to a folder, then huggingface_hub.upload_folder",
-        "distributed_checkpoint": "leave it out: what is written is a folder of transformers",
-    }
-    error = None
-    for name, remedy in remedies.items():
-        if options.pop(name, False):
-            error = UnsupportedError(f"save_pretrained({name}=True) is not for a model on a ring; {remedy}")
-    if has_packed(model):
-        error = UnsupportedError(
-            f"{class_name(model)} has packed weights, which training does not change; save its adapter (PEFT's "
-            "save_pretrained), and the model before parallelize"
-        )
-    given = {name: options.get(name) for name in ("max_shard_size", "variant", "save_original_format")}
-    check_call(model.ring_mesh, Call("saving the model", {**optimizer_facts(model), **given}, error=error))
+def refuse_saving(model: RingModel, options: dict[str, Any]) -> None:
+    with meeting(model.ring_mesh, "saving the model") as facts:
+        for name, remedy in _NOT_SAVED.items():
+            if options.pop(name, False):
+                raise UnsupportedError(f"save_pretrained({name}=True) is not for a model on a ring; {remedy}")
+        if has_packed(model):
+            raise UnsupportedError(
+                f"{class_name(model)} has packed weights, which training does not change; save its adapter (PEFT's "
+                "save_pretrained), and the model before parallelize"
+            )
+        given = {name: options.get(name) for name in ("max_shard_size", "variant", "save_original_format")}
+        facts.alike = {**optimizer_facts(model), **given}
 
 
-def stream(model: Any, folder: Path, save: Any, options: dict[str, Any], *, is_writer: bool) -> None:
+def stream(model: RingModel, folder: Path, save: Any, options: dict[str, Any], *, is_writer: bool) -> None:
     """Write the weights as they arrive, and the rest by transformers."""
     # After a forward pass without a backward pass the outermost weights are copies, which the first call that asks for
     # parameters would free while they are read.
@@ -106,35 +105,27 @@ def stream(model: Any, folder: Path, save: Any, options: dict[str, Any], *, is_w
         voted(model, "the end of saving the model", finish if is_writer else lambda: None)
 
 
-def voted(model: Any, what: str, work: Callable[[], Any]) -> None:
+def voted(model: RingModel, what: str, work: Callable[[], Any]) -> None:
     """Run work on this rank, and raise on all ranks if it fails on any."""
-    error = None
-    try:
+    with meeting(model.ring_mesh, what):
         work()
-    except Exception as failure:
-        error = failure
-    check_call(model.ring_mesh, Call(what, error=error))
 
 
-def whole_weights(
-    model: PreTrainedModel, choose: Callable[[dict[str, Any]], list[str]] | None = None
-) -> dict[str, Any]:
+def whole_weights(model: RingModel, choose: Callable[[dict[str, Any]], list[str]] | None = None) -> dict[str, Any]:
     """Return all weights, or those rank 0 chooses of the sharded ones, in host memory on rank 0; none on others."""
-    ours: Any = model
-    check_call(ours.ring_mesh, Call("saving the model", optimizer_facts(model)))
+    check_call(model.ring_mesh, Call("saving the model", optimizer_facts(model)))
     with _unadvised():
         if choose is None:
             return get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
         sharded: Any = get_model_state_dict(model)
-        is_writer, chosen = dist.get_rank() == int(ours.ring_mesh.mesh.min()), list[str]()
+        is_writer, chosen = dist.get_rank() == int(model.ring_mesh.mesh.min()), list[str]()
         voted(model, "choosing what to save", lambda: chosen.extend(choose(sharded)) if is_writer else None)
-        whole: dict[str, Any] = {}
-        for name in gather_over(ours.ring_mesh, chosen)[0]:
-            weight = sharded[name]
-            weight = weight.full_tensor() if isinstance(weight, DTensor) else weight  # all ranks take part
+        found: dict[str, Any] = {}
+        for name in gather_over(model.ring_mesh, chosen)[0]:
+            weight = whole(sharded[name])
             if is_writer:
-                whole[name] = weight.detach().cpu()
-        return whole
+                found[name] = weight.detach().cpu()
+        return found
 
 
 @contextmanager

@@ -32,6 +32,8 @@ DEQUANTISE: Final = (
 def refuse_weights(model: PreTrainedModel) -> None:
     """Raise UnsupportedError for weights that FSDP2 cannot shard, or that a step changes by one rank's data."""
     name = type(model).__name__
+    if "forward" in vars(model):
+        raise UnsupportedError(f"{name} has a forward that was set on it, which would not be called; del model.forward")
     method = getattr(model, "quantization_method", None)
     method = getattr(method, "value", method)
     is_quantised = getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False)
@@ -149,7 +151,6 @@ def _refuse_shared_memory(name: str, model: nn.Module) -> None:
 
 
 def _refuse_mixed_types(name: str, parameters: dict[str, nn.Parameter]) -> None:
-    """Refuse trainable parameters of two dtypes that FSDP2 would reduce together."""
     types = {parameter.dtype: path for path, parameter in parameters.items() if parameter.requires_grad}
     if len(types) > 1:
         raise UnsupportedError(

@@ -2,8 +2,7 @@
 
 import inspect
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -30,6 +29,8 @@ from ringspan.torch.layers.decoder import (
     logit_softcap,
     text_config,
 )
+from ringspan.torch.layers.modules import instead
+from ringspan.torch.layers.positions import refuse_rope_by_length
 from ringspan.torch.layers.rope import is_rotary
 from ringspan.torch.layers.view import ModelView
 from ringspan.torch.model.attention.support import refuse_attention
@@ -48,8 +49,6 @@ UNSUPPORTED_FIELDS: Final = (
     "output_attentions",
     "output_hidden_states",
 )
-# RoPE types whose frequencies depend on the largest position of the sequence.
-_LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
 
 
 class FoundHead(NamedTuple):
@@ -77,19 +76,13 @@ def refuse_unsupported_decoder(view: ModelView) -> None:
     """Raise UnsupportedError for anything before the head that the ring does not compute exactly."""
     name, model, decoder = view.name, view.model, view.decoder
     refuse_config(model.config)
-    if "forward" in vars(model):
-        raise UnsupportedError(f"{name} has a forward that was set on it, which would not be called; del model.forward")
     refuse_weights(model)
     _refuse_own_tower(name, decoder)
     refuse_stateful(view)
     if has_attention(decoder.config):
         refuse_attention(view)
-    for rope in _rope_types(decoder.config):
-        if rope in _LENGTH_DEPENDENT_ROPE and not any(is_rotary(module) for module in decoder.modules()):
-            raise UnsupportedError(
-                f"{name}: rope_type={rope!r} chooses frequencies by the length of the sequence, which its rotary "
-                "embedding cannot be told; use default, linear, llama3 or yarn"
-            )
+    if not any(is_rotary(module) for module in decoder.modules()):
+        refuse_rope_by_length(name, decoder.config, "its rotary embedding cannot be told")
 
 
 @torch.no_grad()
@@ -181,12 +174,6 @@ def say_shifted(model: PreTrainedModel) -> None:
     )
 
 
-def _rope_types(config: PreTrainedConfig) -> list[str]:
-    rope = getattr(config, "rope_parameters", None) or {}
-    nested = [value for value in rope.values() if isinstance(value, dict)]
-    return [str(each.get("rope_type", "default")) for each in (rope, *nested)]
-
-
 def _find_head(view: ModelView, plain: nn.Module) -> FoundHead:
     """Return a model's head, found by running forward on made-up hidden states; raise for other logits or losses."""
     model, names = view.model, _behind_decoder(view, plain)
@@ -237,7 +224,7 @@ def _try_head(view: ModelView, head: Any) -> FoundHead | str:
             f"{kind} makes its logits of more than its decoder's last hidden states ({_first_line(error)}), which a "
             "ring does not support yet"
         )
-    found = next((found for found, expected in ways if _is_same(made.logits, expected)), None)
+    found = next((found for found, expected in ways if is_same(made.logits, expected)), None)
     if found is None:
         return (
             f"{kind} has more between its decoder and its logits than its head, its scale and a soft cap, which a ring "
@@ -263,7 +250,7 @@ def _ways(head: Any, hidden: Tensor, config: PreTrainedConfig) -> list[tuple[Fou
     return [(said, finished_logits(made, said.scale, said.softcap)), (said, before), (plain, made)]
 
 
-def _is_same(logits: Tensor, expected: Tensor) -> bool:
+def is_same(logits: Tensor, expected: Tensor) -> bool:
     """Return True if logits are equal up to rounding: a factor may come before the head, or as a division."""
     rounding = 2 * torch.finfo(expected.dtype).eps * expected.abs().max()
     return logits.shape == expected.shape and bool(((logits - expected).abs() <= rounding).all())
@@ -273,22 +260,12 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 
-@contextmanager
-def giving(decoder: Any, hidden: Tensor) -> Iterator[None]:
+def giving(decoder: nn.Module, hidden: Tensor) -> AbstractContextManager[None]:
     """Make a decoder return these hidden states, whatever its arguments."""
-    own = vars(decoder).get("forward")  # a hook of somebody's, say
-    decoder.forward = lambda *args, **kwargs: _Outputs(last_hidden_state=hidden)
-    try:
-        yield
-    finally:
-        del decoder.forward
-        if own is not None:
-            decoder.forward = own
+    return instead(decoder, lambda *_, **__: _Outputs(last_hidden_state=hidden))
 
 
 class _Outputs(MoeModelOutputWithPast):
-    """Decoder output with hidden states and None under any other name."""
-
     def __getattr__(self, name: str) -> None:
         if name.startswith("__"):
             raise AttributeError(name)

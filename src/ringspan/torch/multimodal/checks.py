@@ -1,7 +1,6 @@
 """Checks of a batch's images before any rank computes."""
 
 from collections.abc import Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -10,12 +9,13 @@ from ringspan.core.messages.lines import one_line
 from ringspan.torch.data.media import Media
 from ringspan.torch.layers.decoder import text_config
 from ringspan.torch.layers.modules import class_name
+from ringspan.torch.layers.view import RingModel
 from ringspan.torch.multimodal.kinds import KINDS, Kind, Modality, placeholder
 from ringspan.torch.multimodal.token_types import blocks_of, grid_positions, is_of
 from ringspan.torch.runtime.mesh import tensor_axis
 
 
-def check_media(model: Any, media: Media | None, tokens: Tensor, lengths: Tensor | None) -> None:
+def check_media(model: RingModel, media: Media | None, tokens: Tensor, lengths: Tensor | None) -> None:
     """Raise UnsupportedError, by name and example, if a model cannot process a batch's images or placeholder tokens."""
     # ``media`` and ``lengths`` (of documents) are the whole batch's, ``tokens`` (B, T) the local ones.
     kind: Kind | None = model.ring_media
@@ -57,7 +57,7 @@ def check_media(model: Any, media: Media | None, tokens: Tensor, lengths: Tensor
         _find_positions(model, kind, media, lengths)
 
 
-def _find_positions(model: Any, kind: Kind, media: Media, lengths: Tensor | None) -> None:
+def _find_positions(model: RingModel, kind: Kind, media: Media, lengths: Tensor | None) -> None:
     """Store the tokens' positions in space and time; raise UnsupportedError if the model finds none."""
     try:
         media.found["positions"] = grid_positions(model, kind, media, lengths)
@@ -68,7 +68,7 @@ def _find_positions(model: Any, kind: Kind, media: Media, lengths: Tensor | None
         ) from error
 
 
-def _check_prefix(model: Any, kind: Kind, media: Media, lengths: Tensor | None) -> None:
+def _check_prefix(model: RingModel, kind: Kind, media: Media, lengths: Tensor | None) -> None:
     """Raise UnsupportedError for blocks that are not regions of the model's mask."""
     window = getattr(text_config(model.config), "sliding_window", None)
     for example, blocks in enumerate(blocks_of(kind, media, lengths) or ()):
@@ -86,7 +86,7 @@ def _check_prefix(model: Any, kind: Kind, media: Media, lengths: Tensor | None) 
             )
 
 
-def _lonely_tokens(model: Any, modality: Modality, counts: Tensor) -> UnsupportedError:
+def _lonely_tokens(model: RingModel, modality: Modality, counts: Tensor) -> UnsupportedError:
     """Return the error for placeholder tokens without embeddings; ``counts`` of each example."""
     return UnsupportedError(
         f"example {int(counts.nonzero()[0, 0])} of the batch has tokens for {modality.name}s (id "
@@ -95,7 +95,7 @@ def _lonely_tokens(model: Any, modality: Modality, counts: Tensor) -> Unsupporte
     )
 
 
-def _check_modality(model: Any, modality: Modality, media: Media) -> None:
+def _check_modality(model: RingModel, modality: Modality, media: Media) -> None:
     cut, name = modality.cut, modality.name
     counts = is_of(model, modality, media.tokens).sum(1)
     if cut.pixels not in media.inputs:

@@ -8,14 +8,14 @@ from transformers.masking_utils import create_bidirectional_mask
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 
 
-def llama4_images(model: Any, pixel_values: Tensor, **_: Any) -> BaseModelOutputWithPooling:
+def llama4_images(model: Any, pixel_values: Tensor, **_: object) -> BaseModelOutputWithPooling:
     """Compute embeddings (I, tokens, C) of images (I, channels, H, W)."""
     seen = model.get_image_features(pixel_values=pixel_values, return_dict=True).last_hidden_state
     return BaseModelOutputWithPooling(pooler_output=model.multi_modal_projector(seen))
 
 
 def qwen2_audio_sound(
-    model: Any, input_features: Tensor, feature_attention_mask: Tensor, **_: Any
+    model: Any, input_features: Tensor, feature_attention_mask: Tensor, **_: object
 ) -> BaseModelOutputWithPooling:
     """Compute embeddings (tokens, C) of sound windows (W, bins, steps), without padding."""
     tower = model.audio_tower

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Final, NamedTuple
 
-from ringspan.torch.layers.view import ModelView
+from ringspan.torch.layers.view import ModelView, RingModel
 from ringspan.torch.multimodal.cuts import (
     Cut,
     FramesOfGrid,
@@ -105,12 +105,12 @@ def kind_of(view: ModelView) -> Kind | None:
     return kind
 
 
-def has_grid_positions(model: Any) -> bool:
+def has_grid_positions(model: RingModel) -> bool:
     """Return True if image tokens of a model on a ring have a time, row and column."""
     return model.ring_media is not None and model.ring_media.has_grid_positions
 
 
-def placeholder(model: Any, modality: Modality) -> int:
+def placeholder(model: RingModel, modality: Modality) -> int:
     """Return the placeholder token; -1 if the config names none (usual for Voxtral)."""
     token = getattr(model.config, modality.token_field)
     return -1 if token is None else token

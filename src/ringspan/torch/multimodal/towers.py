@@ -19,7 +19,7 @@ from ringspan.torch.data.media import Media
 from ringspan.torch.layers.decoder import inner_of, layers_of
 from ringspan.torch.layers.modules import mix_in
 from ringspan.torch.layers.rope import set_global_length
-from ringspan.torch.layers.view import ModelView
+from ringspan.torch.layers.view import ModelView, RingModel, decoder_on_ring
 from ringspan.torch.memory.checkpointing import checkpoint_all
 from ringspan.torch.multimodal.checks import check_counts
 from ringspan.torch.multimodal.cuts import Inputs, pieces_of
@@ -88,7 +88,7 @@ def cheapest_of(modality: Modality, inputs: Inputs) -> range:
 class SharedTowers:
     """Tower outputs of a batch, shared out over the ring's ranks."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: RingModel) -> None:
         self.model, self.kind = model, model.ring_media
         ring: DeviceMesh = model.ring_mesh["ring"]
         self.group, self.rank, self.ranks = ring.get_group(), ring.get_local_rank(), ring.size()
@@ -154,7 +154,7 @@ class SharedTowers:
                 rows = self.asked(inner, name).pooler_output.to(embedded)
                 embedded = embedded.masked_scatter(is_of(self.model, work.modality, ids)[..., None], rows)
         others = {name: value for name, value in given.items() if name != "input_ids"}
-        return self.model.get_submodule(self.model.ring_decoder)(inputs_embeds=embedded, **others)
+        return decoder_on_ring(self.model)(inputs_embeds=embedded, **others)
 
 
 class MediaPass(SharedTowers):
@@ -166,7 +166,7 @@ class MediaPass(SharedTowers):
 
     def __init__(
         self,
-        model: Any,
+        model: RingModel,
         media: Media | None,
         inputs: Mapping[str, Inputs],
         split: BatchLayout,
@@ -185,7 +185,7 @@ class MediaPass(SharedTowers):
         positions = given["position_ids"]
         if self.kind.has_grid_positions and self.media is not None:
             grid: Tensor = self.media.found["positions"]
-            set_global_length(self.model.get_submodule(self.model.ring_decoder), int(grid.max()) + 1)
+            set_global_length(decoder_on_ring(self.model), int(grid.max()) + 1)
             split = BatchLayout.of(self.model.ring_layout, grid.shape[-1], self.ranks, self.lengths)
             local = split.shard(grid.permute(1, 2, 0), self.rank).permute(2, 0, 1).to(device)
             positions = torch.cat((positions[None].to(local).expand(1, *local.shape[1:]), local))
@@ -203,7 +203,7 @@ class MediaPass(SharedTowers):
         return made.placed(exchange(made.rows, plan, self.group))
 
 
-def find_pass(model: Any, media: Media | None, tokens: int, lengths: Tensor | None) -> MediaPass | None:
+def find_pass(model: RingModel, media: Media | None, tokens: int, lengths: Tensor | None) -> MediaPass | None:
     """Return the image pass of a batch with some local tokens; None if no replica has images."""
     # All replicas run the same towers, since gradients are summed: one without images runs another's smallest.
     kind: Kind | None = model.ring_media
@@ -262,17 +262,17 @@ def _features(inner: Any, name: str, compute: Callable[..., Any], args: Any, kwa
 
 
 class _Images(RingTowers):
-    def get_image_features(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def get_image_features(self: Any, *args: object, **kwargs: object) -> Any:
         return _features(self, "image", super().get_image_features, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Videos(RingTowers):
-    def get_video_features(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def get_video_features(self: Any, *args: object, **kwargs: object) -> Any:
         return _features(self, "video", super().get_video_features, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Sound(RingTowers):
-    def get_audio_features(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def get_audio_features(self: Any, *args: object, **kwargs: object) -> Any:
         return _features(self, "audio", super().get_audio_features, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -42,7 +42,7 @@ def scan_states(maps: Tensor, states: Tensor, plan: str, is_matrix: bool, revers
 
 
 @scan_states.register_fake
-def _(maps: Tensor, states: Tensor, *_: Any) -> Tensor:
+def _(maps: Tensor, states: Tensor, *_: object) -> Tensor:
     return torch.empty_like(states, memory_format=torch.contiguous_format)
 
 

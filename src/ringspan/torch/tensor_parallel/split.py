@@ -31,7 +31,6 @@ STYLES: Final = (*_COLUMNS, "rowwise", "embedding_rowwise", "replicated_with_gra
 
 
 def refuse_heads(config: PreTrainedConfig, ranks: int) -> None:
-    """Raise an UnsupportedError for heads that do not divide evenly."""
     config = text_config(config)
     for field in ("num_attention_heads", "num_key_value_heads"):
         for heads in set(of_layers(config, field)):
@@ -42,7 +41,6 @@ def refuse_heads(config: PreTrainedConfig, ranks: int) -> None:
 
 
 def refuse_split(model: PreTrainedModel, ranks: int) -> None:
-    """Raise an UnsupportedError that names why a model cannot be split."""
     refuse_heads(model.config, ranks)
     name = type(model).__name__
     modules, planned = dict(model.named_modules()), _styles(model, ranks)
@@ -77,7 +75,6 @@ def refuse_split(model: PreTrainedModel, ranks: int) -> None:
 
 
 def _refuse_module(name: str, path: str, module: nn.Module | None, style: str, ranks: int) -> None:
-    """Raise for a module that its style cannot split evenly."""
     wanted = nn.Embedding if style == "embedding_rowwise" else nn.Linear
     if style in ("replicated_with_grad_allreduce", WHOLE):
         return
@@ -153,7 +150,6 @@ def splits_vocabulary(head: nn.Module) -> bool:
 
 
 def _styles(model: PreTrainedModel, ranks: int) -> dict[str, str]:
-    """Return the plan's style of each module or parameter."""
     plan: dict[str, str] = dict(getattr(model, "tp_plan", None) or {})
     names = [*dict(model.named_modules()), *dict(model.named_parameters())]
     styles = {name: plan[general] for name in names if (general := re.sub(r"\.\d+(?=\.|$)", ".*", name)) in plan}
@@ -258,7 +254,6 @@ class _Rows(Whole):
 
 
 def _refuse_hooks(projection: Any) -> None:
-    """Raise for hooks that came after the model was split."""
     if hooks_of(projection):
         raise UnsupportedError(
             f"a {type(projection).__name__} that tp splits has hooks, which see the share of one rank; put them on the "

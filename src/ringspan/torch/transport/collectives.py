@@ -1,10 +1,12 @@
-"""Gathering of objects from all ranks."""
+"""Objects from all ranks, or from the first."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+
+from ringspan.core.errors import RingspanError
 
 
 def gather(thing: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -20,3 +22,18 @@ def gather_over(mesh: DeviceMesh, thing: Any, axes: Iterable[str] | None = None)
     for axis in mesh.mesh_dim_names or () if axes is None else axes:
         things = [one for part in gather(things, mesh[axis].get_group()) for one in part]
     return things
+
+
+def from_first_rank(function: Callable[[], Any]) -> Any:
+    """Return a function's result on rank 0, or raise its error, on every rank."""
+    found: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            found[0] = function()
+        except RingspanError as error:
+            found[1] = error
+    dist.broadcast_object_list(found)
+    value, error = found
+    if error is not None:
+        raise error
+    return value

@@ -36,8 +36,6 @@ class Source(Protocol):
 
 @dataclass(frozen=True)
 class _Made:
-    """One result of an operation."""
-
     function: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -209,7 +207,6 @@ def _meta_of(x: Any) -> Any:
 
 
 def _are_equal(a: Tensor, b: Tensor) -> bool:
-    """Compute ``torch.equal`` a few rows at a time."""
     if a.shape != b.shape:
         return False
     return all(torch.equal(part(a, region), part(b, region)) for region in pieces(a, _COMPARED_BYTES))
@@ -223,11 +220,11 @@ def _moved(region: Region, dim: int, offset: int) -> Region:
     return _with(region, dim, slice(region[dim].start + offset, region[dim].stop + offset))
 
 
-def _same(region: Region, x: Tensor, **_: Any) -> Tensor:
+def _same(region: Region, x: Tensor, **_: object) -> Tensor:
     return part(x, region)
 
 
-def _cast(region: Region, x: Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+def _cast(region: Region, x: Tensor, *, dtype: torch.dtype | None = None, **_: object) -> Tensor:
     made = part(x, region)
     return made if dtype is None else made.to(dtype)
 

@@ -26,8 +26,6 @@ DTYPES: Final = {
 
 
 class _Stored:
-    """A tensor in a file, which stays open while it may be read."""
-
     def __init__(self, path: Path, file: Any, name: str, place: tuple[int, int]) -> None:
         self._path, self._file, self.place = path, file, place
         self._slice: Any = file.get_slice(name)

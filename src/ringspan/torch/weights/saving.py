@@ -21,8 +21,6 @@ Vote = Callable[[str, Exception | None], None]
 
 
 class _Held(NamedTuple):
-    """One rank's part of a tensor."""
-
     rank: int
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -118,7 +116,6 @@ def saved_names(model: PreTrainedModel) -> dict[str, list[str]]:
 
 
 def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Yield parameters and persistent buffers under all their names."""
     found: dict[str, Tensor] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         passing = module._non_persistent_buffers_set

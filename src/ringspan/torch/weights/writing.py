@@ -119,7 +119,6 @@ class _Sink:
 
 
 def _size_in_bytes(size: int | str) -> int:
-    """Parse a file size as transformers does: bytes, or text with a unit."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]B)\s*", size, re.IGNORECASE) if isinstance(size, str) else None
     if found is not None:
         size = int(float(found[1]) * _UNITS[found[2].upper()])
@@ -133,7 +132,6 @@ def _num_bytes(tensor: Tensor) -> int:
 
 
 def _header(tensors: Mapping[str, Tensor]) -> bytes:
-    """Return a safetensors header: its length and the tensors' offsets."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, tensor in tensors.items():

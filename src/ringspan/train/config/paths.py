@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 from ringspan.core.errors import ConfigError
-from ringspan.core.messages.lines import refused
+from ringspan.core.messages.lines import few, refused
 
 # Offsets of Arrow strings are 32-bit.
 _MAX_TEXT_BYTES: Final = (1 << 31) - 1
@@ -39,7 +39,6 @@ def find_files(paths: Iterable[str], extensions: Sequence[str]) -> FoundFiles:
 
 
 def _files_at(path: Path, name: str, endings: tuple[str, ...], left_out: list[str]) -> list[Path]:
-    """Return the file at a path, or the files in a folder."""
     if path.is_dir():
         found = sorted(_walk(path, endings), key=Path.as_posix)
         files = [file for file in found if file.is_file()]
@@ -47,7 +46,7 @@ def _files_at(path: Path, name: str, endings: tuple[str, ...], left_out: list[st
             left_out.append(f"{name}: left out {len(found) - len(files)} links to nothing, pipes and the like")
         if not files:
             raise ConfigError(
-                f'data.paths = "{name}": no file in it ends in {listed(endings)}; correct it or data.extensions'
+                f'data.paths = "{name}": no file in it ends in {few(endings)}; correct it or data.extensions'
             )
         return files
     if not path.exists():
@@ -70,9 +69,3 @@ def _walk(folder: Path, endings: tuple[str, ...]) -> Iterator[Path]:
         for name in names:
             if not name.startswith(".") and name.lower().endswith(endings):
                 yield Path(parent, name)
-
-
-def listed(items: Sequence[str], limit: int = 8) -> str:
-    """Name the first few, and their number."""
-    more = f", ... ({len(items)} in all)" if len(items) > limit else ""
-    return ", ".join(items[:limit]) + more

@@ -308,8 +308,7 @@ class TrainConfig(Table):
             if field.name in type(table).model_fields
         }
         chosen = {"checkpoint": checkpoint, "layers_per_checkpoint": layers_per_checkpoint}
-        # The run has a watchdog of its own.
-        return StepConfig(**options | chosen, compute_dtype=self.model.dtype, watchdog=False)
+        return StepConfig(**options | chosen, compute_dtype=self.model.dtype)
 
     def resolve_mesh(self, world_size: int) -> tuple[int, int]:
         """Return the mesh (replicate, ring) for this number of processes; the sequence is known to fill the ring."""

@@ -16,10 +16,10 @@ from datasets.exceptions import DatasetGenerationError
 
 from ringspan.core.errors import ConfigError
 from ringspan.core.files.named import why_no_folder
-from ringspan.core.messages.lines import one_line, refused
+from ringspan.core.messages.lines import few, one_line, refused
 from ringspan.plan.model.hub import from_hub
 from ringspan.train.config.data_table import DataConfig
-from ringspan.train.config.paths import FoundFiles, find_files, listed
+from ringspan.train.config.paths import FoundFiles, find_files
 
 logger = logging.getLogger(__name__)
 # Part of each cache key: raise it when the same files would give other documents.
@@ -44,7 +44,6 @@ class DocumentScan:
 
 
 def load_documents(config: DataConfig) -> Dataset:
-    """Return the usable documents of `config.paths`. See `scan_documents`."""
     return scan_documents(config).documents
 
 
@@ -78,7 +77,7 @@ def scan_documents(config: DataConfig) -> DocumentScan:
         )
     if not len(documents):
         raise ConfigError(
-            f"data.paths = {listed(config.paths)}: no text in {len(rows)} documents ({num_undecodable} not UTF-8 or "
+            f"data.paths = {few(config.paths)}: no text in {len(rows)} documents ({num_undecodable} not UTF-8 or "
             f"null, {num_empty} empty); add files with text"
         )
     # Sizes and times, by which a later run sees that text has changed without reading it.
@@ -199,7 +198,7 @@ def _field_of(row: Any, text_field: str, place: str) -> str | None:
 
 
 def _no_field(place: str, text_field: str, fields: Sequence[str]) -> ConfigError:
-    known = f"its fields are {listed(fields)}" if fields else "it has no fields"
+    known = f"its fields are {few(fields)}" if fields else "it has no fields"
     return ConfigError(f'data.text_field = "{text_field}": is missing in {place}; {known}')
 
 

@@ -33,7 +33,6 @@ class Example:
 
     @property
     def media(self) -> list[Path]:
-        """Return the files of its images, videos and sound."""
         parts = (part for message in self.messages for part in message["content"] if part["type"] in MEDIA)
         return [Path(name) for part in parts for name in _names(part[part["type"]])]
 

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,6 +10,7 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ringspan.core.errors import ConfigError
 from ringspan.core.files.disk import write_synced
+from ringspan.core.messages.lines import few
 from ringspan.train.config.data_table import DataConfig
 from ringspan.train.data.sequences import Data
 
@@ -25,7 +26,6 @@ def tokenizer_of(run: Path) -> Path | None:
 
 
 def keep(run: Path, tokenizer: PreTrainedTokenizerBase | ProcessorMixin, data: Data) -> None:
-    """Record the tokenizer and text of a new run."""
     scratch = run / f"{TOKENIZER}.tmp-new"
     for folder in (scratch, run / TOKENIZER):  # of a run that ended before it had begun
         shutil.rmtree(folder, ignore_errors=True)
@@ -78,10 +78,6 @@ def _difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
         ("new", [name for name in new if name not in old]),
         ("gone", [name for name in old if name not in new]),
     ]
-    parts = [f"{_listed(names)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in found if names]
+    parts = [f"{few(names, 3)} {'is' if len(names) == 1 else 'are'} {what}" for what, names in found if names]
     counts = "{documents} documents of {tokens} tokens"
     return ", ".join([*parts, f"{counts.format_map(now)}, before {counts.format_map(before)}"])
-
-
-def _listed(names: Sequence[str], limit: int = 3) -> str:
-    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")

@@ -143,7 +143,6 @@ class TokenStream:
         return len(self.document_starts) - 1
 
     def largest(self) -> int:
-        """Return the largest token; -1 for an empty stream."""
         return max((int(values.max()) for values in self._values), default=-1)
 
     def digest(self) -> str:

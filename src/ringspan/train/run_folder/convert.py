@@ -99,15 +99,12 @@ def _checkpoint_of(run: Path, step: int | None) -> Path:
 
 
 class _Saved:
-    """A tensor in the pieces of a checkpoint."""
-
     def __init__(self, folder: Path, name: str, entry: TensorEntry, place: int) -> None:
         self.name, self.shape, self.dtype = name, entry.shape, getattr(torch, entry.dtype)
         self.place: tuple[int, int] = (place, 0)
         self._folder, self._entry = folder, entry
 
     def read(self, region: Region) -> Tensor:
-        """Read a part from the pieces that overlap it."""
         chunk = Chunk(tuple(each.start for each in region), torch.empty(shape_of(region), dtype=self.dtype))
         with opened_shards(self._folder) as shard:
             read_chunk(chunk, self.name, self._entry, self._folder, shard)

@@ -89,7 +89,6 @@ def _save_adapter(model: Any, tokenizer: "Tokenizer", folder: Path, dtype: torch
 
 
 def _config_of(base: Any) -> PreTrainedConfig:
-    """Copy a model's config, with the length that it was trained on."""
     with as_trained(base):
         return type(base.config).from_dict(base.config.to_dict())
 
@@ -103,7 +102,6 @@ def write_configs(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) ->
 
 
 def put_beside(scratch: Path, folder: Path) -> None:
-    """Replace another folder by a complete one."""
     if folder.exists():
         folder.rename(scratch.with_name("replaced"))
     scratch.rename(folder)

@@ -1,16 +1,14 @@
 """Opening the folder of a run: what it says, by rank 0, to all."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from ringspan.checkpoints.state import model_facts
-from ringspan.core.errors import ConfigError, RingspanError
+from ringspan.core.errors import ConfigError
 from ringspan.core.files.disk import sync_folder, write_synced
 from ringspan.core.messages.changes import first_change
+from ringspan.torch.transport.collectives import from_first_rank
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data import origin
 from ringspan.train.data.sequences import Data
@@ -28,7 +26,7 @@ def open_run(config: TrainConfig, lock: RunLock) -> RunRecord:
         lock.take()
         return check_run(config)
 
-    return _on_first_rank(find)
+    return from_first_rank(find)
 
 
 def begin_run(
@@ -66,25 +64,10 @@ def begin_run(
         except OSError as error:
             raise unusable(run, error) from error
 
-    record.changes.extend(_on_first_rank(work) or ())
+    record.changes.extend(from_first_rank(work) or ())
 
 
 def _write_record(run: Path, run_id: str, config: TrainConfig, facts: dict[str, Any]) -> None:
     values = {"run_id": run_id, "config": config.model_dump(mode="json"), "model": facts}
     write_synced(run / RECORD, json.dumps(values, indent=1) + "\n")
     sync_folder(run)
-
-
-def _on_first_rank(work: Callable[[], Any]) -> Any:
-    """Return rank 0's result, or raise its ConfigError, on every rank."""
-    answer: list[Any] = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            answer = [work(), None]
-        except RingspanError as error:
-            answer = [None, str(error)]
-    dist.broadcast_object_list(answer)
-    found, refusal = answer
-    if refusal is not None:
-        raise ConfigError(refusal)
-    return found

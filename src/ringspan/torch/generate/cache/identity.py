@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from ringspan.torch.consistency.fixed import known_parameters
 from ringspan.torch.consistency.optimizers import num_steps
 from ringspan.torch.layers.modules import local_part
+from ringspan.torch.layers.view import RingModel, decoder_on_ring
 from ringspan.torch.memory.sharding import settle
 from ringspan.torch.model.config_changes import deciding_fields
 
@@ -35,7 +36,7 @@ class Reader(NamedTuple):
 
 @torch.inference_mode(False)
 @torch.no_grad()
-def reader_of(model: Any) -> Reader:
+def reader_of(model: RingModel) -> Reader:
     """Return the model's reader between passes; while generating, when weights may be whole, the initial one."""
     if (reader := vars(model).get("ring_reader")) is not None:
         return reader
@@ -50,7 +51,6 @@ def reader_of(model: Any) -> Reader:
 
 
 def _kept_buffers(modules: Iterable[nn.Module]) -> list[Tensor]:
-    """Return the modules' buffers that are saved with weights."""
     with_buffers = ((module._buffers, module._non_persistent_buffers_set) for module in modules if module._buffers)
     return [
         x for buffers, passing in with_buffers for name, x in buffers.items() if name not in passing and x is not None
@@ -58,7 +58,6 @@ def _kept_buffers(modules: Iterable[nn.Module]) -> list[Tensor]:
 
 
 def _adapters(modules: Iterable[nn.Module]) -> tuple[str, ...]:
-    """Return the active adapters of each PEFT layer and their strengths."""
     return tuple(_adapter(values) for values in map(vars, modules) if "_disable_adapters" in values)
 
 
@@ -72,7 +71,6 @@ def _adapter(values: Mapping[str, Any]) -> str:
 
 
 def _sample(tensors: Iterable[Tensor]) -> bytes:
-    """Return the bits of a few numbers of each tensor."""
     kinds: dict[Any, list[Tensor]] = {}
     for x in tensors:
         if x.numel():
@@ -81,15 +79,15 @@ def _sample(tensors: Iterable[Tensor]) -> bytes:
     return b"".join(torch.cat(each).view(torch.uint8).cpu().numpy().tobytes() for each in kinds.values())
 
 
-def config_of(model: Any) -> dict[str, Any]:
+def config_of(model: RingModel) -> dict[str, Any]:
     """Return the decoder's config as JSON values, with the adapters in use."""
-    values = deciding_fields(model.get_submodule(model.ring_decoder).config)
+    values = deciding_fields(decoder_on_ring(model).config)
     if adapters := _adapters(model.modules()):
         values["adapters"] = f"{', '.join(sorted(set(adapters)))} (digest {_digest(adapters)[:8]})"
     return values
 
 
-def weights_digest(model: Any) -> str:
+def weights_digest(model: RingModel) -> str:
     """Compute SHA-256 of sums over bits of weights and saved buffers, the same for every split; on every rank."""
     return digest_of([*known_parameters(model), *_kept_buffers(model.modules())], model.ring_mesh)
 

@@ -21,10 +21,11 @@ from ringspan.core.files.named import why_no_folder
 from ringspan.core.files.signed import digest_of, file_digest, read_signed, signed, why_not_written
 from ringspan.core.geometry.shares import Runs, runs_from
 from ringspan.core.messages.lines import one_line, shortened
-from ringspan.torch.consistency.calls import Call, check_call
+from ringspan.torch.consistency.calls import meeting
 from ringspan.torch.generate.cache.cache import RingCache, RingLayer
 from ringspan.torch.generate.cache.identity import config_of, reader_of, weights_digest
 from ringspan.torch.layers.modules import class_name
+from ringspan.torch.layers.view import RingModel
 from ringspan.torch.memory.sharding import settle
 from ringspan.torch.model.config_changes import deciding_fields
 from ringspan.torch.multimodal.kinds import has_grid_positions
@@ -76,7 +77,7 @@ class SavedCache(_Record):
     shares: tuple[SavedShare, ...] = Field(strict=False)
 
 
-def save(model: Any, cache: Any, folder: str | Path) -> None:
+def save(model: RingModel, cache: Any, folder: str | Path) -> None:
     """Write a cache into a new folder; every rank calls it.
 
     Raises:
@@ -92,7 +93,7 @@ def save(model: Any, cache: Any, folder: str | Path) -> None:
     mesh = model.ring_mesh
     tp = _axis(mesh, "tp")
     is_writer = mesh["replicate"].get_local_rank() == 0
-    is_first = not any(mesh.get_coordinate())
+    is_first = not any(mesh.get_coordinate() or ())
     _vote(model, "save_cache: make the folder", target, lambda: _make(scratch) if is_first else None)
     written: list[SavedShare] = []
     _vote(
@@ -101,7 +102,7 @@ def save(model: Any, cache: Any, folder: str | Path) -> None:
         target,
         lambda: written.append(_write(scratch, cache, cache.rank * tp[1] + tp[0], tp[0])) if is_writer else None,
     )
-    for axis in reversed(mesh.mesh_dim_names):
+    for axis in reversed(mesh.mesh_dim_names or ()):
         written = [share for part in gather(written, mesh[axis].get_group()) for share in part]
     saved = SavedCache(
         model=class_name(model),
@@ -117,7 +118,7 @@ def save(model: Any, cache: Any, folder: str | Path) -> None:
     _vote(model, "save_cache: finish", target, lambda: _finish(scratch, target, saved) if is_first else None)
 
 
-def load(model: Any, folder: str | Path, cache: RingCache) -> RingCache:
+def load(model: RingModel, folder: str | Path, cache: RingCache) -> RingCache:
     """Fill an empty cache from a saved one, each rank its own part; CheckpointError on all if another model's."""
     source = Path(folder)
     manifests: list[SavedCache] = []
@@ -130,15 +131,15 @@ def load(model: Any, folder: str | Path, cache: RingCache) -> RingCache:
     return cache
 
 
-def _vote(model: Any, name: str, folder: Path, work: Callable[[], dict[str, Any] | None]) -> None:
+def _vote(model: RingModel, name: str, folder: Path, work: Callable[[], dict[str, Any] | None]) -> None:
     """Run work on each rank; raise on all if it fails on any or their results differ."""
-    try:
-        call = Call(name, work() or {})
-    except Exception as error:  # whatever it is, the other ranks must not wait for this one
-        known = isinstance(error, (CheckpointError, UnsupportedError))
-        said = error if known else CheckpointError(f"{folder}: {type(error).__name__}: {one_line(error)}")
-        call = Call(name, error=said)
-    check_call(model.ring_mesh, call)
+    with meeting(model.ring_mesh, name) as facts:
+        try:
+            facts.alike = work() or {}
+        except (CheckpointError, UnsupportedError):
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{folder}: {type(error).__name__}: {one_line(error)}") from error
 
 
 def _axis(mesh: Any, name: str) -> tuple[int, int]:
@@ -206,8 +207,7 @@ def _finish(scratch: Path, target: Path, saved: SavedCache) -> None:
     sync_folder(target.parent)
 
 
-def _check(model: Any, folder: Path, manifests: list[SavedCache]) -> dict[str, Any]:
-    """Read the manifest and verify this rank's part of the files."""
+def _check(model: RingModel, folder: Path, manifests: list[SavedCache]) -> dict[str, Any]:
     path = folder / MANIFEST
     values = read_signed(path, "not a cache that was saved to its end: save it again")
     try:
@@ -227,8 +227,8 @@ def _check(model: Any, folder: Path, manifests: list[SavedCache]) -> dict[str, A
             )
     mesh = model.ring_mesh
     number = 0
-    for axis, place in zip(mesh.mesh_dim_names, mesh.get_coordinate(), strict=True):
-        number = number * mesh[axis].size() + place
+    for axis in mesh.mesh_dim_names or ():
+        number = number * mesh[axis].size() + mesh.get_local_rank(axis)
     for share in saved.shares[number :: mesh.size()]:
         if problem := why_not_written(folder / share.file, share.bytes, share.sha256):
             raise CheckpointError(f"{folder / share.file}: {problem}; its content is damaged; save it again")
@@ -236,7 +236,7 @@ def _check(model: Any, folder: Path, manifests: list[SavedCache]) -> dict[str, A
     return {"model": model.ring_number, "cache": digest_of(values)}
 
 
-def _fill(model: Any, folder: Path, saved: SavedCache, cache: RingCache) -> None:
+def _fill(model: RingModel, folder: Path, saved: SavedCache, cache: RingCache) -> None:
     ranks, tp = cache.shares.ranks, _axis(model.ring_mesh, "tp")
     cache.read_by(reader_of(model))
     if saved.length >= 2 * ranks:
@@ -268,7 +268,7 @@ def _fill(model: Any, folder: Path, saved: SavedCache, cache: RingCache) -> None
         raise CheckpointError(f"{folder}: its tokens are not those that it says it holds; save it again")
 
 
-def _fill_ids(model: Any, folder: Path, file: Any, cache: RingCache) -> None:
+def _fill_ids(model: RingModel, folder: Path, file: Any, cache: RingCache) -> None:
     """Store a saved cache's tokens and shifts; raise CheckpointError if old files lack the shifts of their images."""
     ids = file.get_tensor("ids")
     shifts = file.get_tensor("shifts") if "shifts" in file.keys() else None  # noqa: SIM118 (a file, not a dict)
@@ -305,7 +305,6 @@ def _gathered(
 
 
 def _meetings(one: Runs, other: Runs) -> Iterator[tuple[int, int, int]]:
-    """Yield the overlaps of two lists of runs: (row in the one, row in the other, count)."""
     here = 0
     for start, count in one:
         there = 0

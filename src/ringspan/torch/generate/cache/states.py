@@ -1,7 +1,6 @@
 """Cached states and convolutions, whole on every rank. B batch, C channels, T local tokens, K taps."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -49,7 +48,7 @@ class StateLayer(Rearranged, LinearAttentionLayer):
         return [x for x in (*self.conv_states.values(), *self.recurrent_states.values()) if x is not None]
 
     def update_conv_state(
-        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: Any
+        self, conv_states: Tensor, state_idx: int = 0, conv_kernel_size: int | None = None, **kwargs: object
     ) -> Tensor:
         """Keep the last inputs of all new tokens, given this rank's (B, C, T); return them for the convolution."""
         turn, sequences = current_turn(), current_pass()

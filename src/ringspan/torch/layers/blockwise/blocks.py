@@ -123,8 +123,6 @@ def _mode(module: nn.Module, trains: bool) -> Iterator[None]:
 
 
 class Blockwise:
-    """Mixin that ``run_in_blocks`` adds to a module's class."""
-
     chunk_tokens: int
     chunk_option: str
     chunk_from_tokens: int

@@ -118,7 +118,7 @@ def _why_not_free(view: ModelView, feedforwards: list[nn.Module]) -> str:
         if len(args) != 1 or kwargs:
             reasons.append(f"{name} is called with more than hidden states")
 
-    def leave(*_: Any) -> None:
+    def leave(*_: object) -> None:
         nonlocal is_behind
         is_behind = True
 
@@ -126,7 +126,7 @@ def _why_not_free(view: ModelView, feedforwards: list[nn.Module]) -> str:
         if is_behind and not reasons:
             reasons.append(f"what comes behind {name} needs its result again, so blocks cost one more forward pass")
 
-    def end(*_: Any) -> None:
+    def end(*_: object) -> None:
         raise _Tried
 
     handles = [

@@ -23,16 +23,16 @@ from ringspan.torch.data.loss_blocks import LossOptions, slices
 from ringspan.torch.layers.blockwise.blocks import accumulate, mixes_tokens
 from ringspan.torch.layers.modules import autocast_now, computes_as, example_of, forward_of, hooks_of
 from ringspan.torch.layers.packed import is_packed
+from ringspan.torch.layers.view import RingModel
 
 
-def head_of(model: Any) -> nn.Module:
+def head_of(model: RingModel) -> nn.Module:
     """Return the head of a model on a ring: its output embedding, or the modules after the decoder ending in it."""
-    parts = [model.get_submodule(name) for name in model.ring_head_parts]
-    return joined(parts) if parts else model.get_output_embeddings()
+    head: Any = model.get_output_embeddings()
+    return joined([model.get_submodule(name) for name in model.ring_head_parts] or [head])
 
 
 def joined(parts: Sequence[nn.Module]) -> nn.Module:
-    """Return the modules as one sequential module."""
     return parts[0] if len(parts) == 1 else nn.Sequential(*parts)
 
 
@@ -120,7 +120,6 @@ class _Blocks:
         self._random = torch.get_rng_state(), *get_device_states(torch.empty(0, device=device))
 
     def losses(self, hidden: Tensor) -> Tensor:
-        """Return each token's loss (T,)."""
         return _cat([self._losses(hidden[rows], rows) for rows in self._slices(hidden)], hidden.device)
 
     def losses_and_leaves(self, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:

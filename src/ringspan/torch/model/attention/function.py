@@ -72,7 +72,9 @@ def register_attention(decoder: str, ring: dist.ProcessGroup, kinds: tuple[Layer
             out = _over_ring(module, (query, key, value), ring_packed, ring, kind, asked, config)
         return out, None
 
-    def no_mask(*, attention_mask: Tensor | None = None, local_size: int | None = None, **kwargs: Any) -> Tensor | None:
+    def no_mask(
+        *, attention_mask: Tensor | None = None, local_size: int | None = None, **kwargs: object
+    ) -> Tensor | None:
         """Return no mask: the schedule knows the visible keys, so no S x S mask is built."""
         if attention_mask is not None and not bool(attention_mask.all()):  # some decoders make one of ones
             raise UnsupportedError(
@@ -89,8 +91,6 @@ def register_attention(decoder: str, ring: dist.ProcessGroup, kinds: tuple[Layer
 
 
 class _Asked(NamedTuple):
-    """Options that a layer passes to attention."""
-
     scale: float | None
     softcap: float | None
     sinks: Tensor | None

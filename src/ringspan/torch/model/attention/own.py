@@ -23,8 +23,6 @@ from ringspan.torch.layers.view import ModelView
 
 
 class OwnAttention(Mixin):
-    """Mixin that ``take_over_attention`` adds to a module."""
-
     ring_implementation: str
 
     def attend(self: Any, q: Tensor, k: Tensor, v: Tensor, scaling: float, dropout: float, **options: Any) -> Tensor:
@@ -50,14 +48,12 @@ class _Method(OwnAttention):
 class _TransposedKeys(OwnAttention):
     """GPT-1: keys come as (B, H, D, T)."""
 
-    def _attn(self: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> list[Tensor]:
+    def _attn(self: Any, q: Tensor, k: Tensor, v: Tensor, *_: object) -> list[Tensor]:
         scaling = v.shape[-1] ** -0.5 if self.scale else 1.0
         return [self.attend(q, k.transpose(2, 3), v, scaling, self.attn_dropout.p).transpose(1, 2)]
 
 
 class _Inline(OwnAttention):
-    """Modules whose whole forward is replaced."""
-
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         given = dict(inspect.signature(forward_of(self)).bind(self, *args, **kwargs).arguments)
         given |= given.pop("kwargs", {})
@@ -74,7 +70,6 @@ class _Inline(OwnAttention):
         return [q, *self.updated(given, k, v)]
 
     def updated(self: Any, given: dict[str, Any], k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return keys and values with cached ones."""
         cache = given.get("layer_past") if (named := given_cache(given)) is None else named
         return (k, v) if cache is None else cache.update(k, v, self.layer_idx)
 
@@ -177,7 +172,6 @@ _ALIBI: Final = _Bloom, _Mpt
 
 
 def own_attention(decoder: nn.Module) -> dict[nn.Module, type[OwnAttention]]:
-    """Return the modules of a decoder with own attention code, and their mixins."""
     found: dict[nn.Module, type[OwnAttention]] = {}
     for module in decoder.modules():
         is_one, mixin = _KNOWN.get(type(module).__name__, (None, None))
@@ -187,7 +181,6 @@ def own_attention(decoder: nn.Module) -> dict[nn.Module, type[OwnAttention]]:
 
 
 def refuse_compiled(view: ModelView, backend: bool | str) -> None:
-    """Raise UnsupportedError if own attention code would be compiled."""
     if backend is not False and view.own_attention:
         raise UnsupportedError(
             f"compile={backend!r}: {type(view.decoder).__name__} computes attention in its own code; use compile=False"
@@ -195,7 +188,6 @@ def refuse_compiled(view: ModelView, backend: bool | str) -> None:
 
 
 def uses_alibi(decoder: Any) -> bool:
-    """Return True if a decoder's own attention code uses ALiBi."""
     kinds = set(own_attention(decoder).values())
     return bool(kinds & {*_ALIBI}) or (_Falcon in kinds and bool(getattr(decoder, "use_alibi", False)))
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -74,10 +74,11 @@ def _why_not_consulted(view: ModelView) -> str:
 
 @contextmanager
 def _recorded(decoder: PreTrainedModel) -> Iterator[set[nn.Module]]:
-    """Yield a set that collects the modules calling transformers' attention interface."""
     asking: set[nn.Module] = set()
 
-    def attend(module: nn.Module, query: Tensor, _: Tensor, value: Tensor, *__: Any, **___: Any) -> tuple[Tensor, None]:
+    def attend(
+        module: nn.Module, query: Tensor, _: Tensor, value: Tensor, *__: object, **___: object
+    ) -> tuple[Tensor, None]:
         asking.add(module)
         batch, heads, tokens, _size = query.shape
         return query.new_zeros(batch, tokens, heads, value.shape[-1]), None

@@ -14,12 +14,11 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.core.names import BatchLayoutName, ReductionName
+from ringspan.core.names import ReductionName
 from ringspan.torch.consistency.fixed import Fixed
 from ringspan.torch.consistency.forward import agreeing, check_forward, in_pass, recovering
 from ringspan.torch.consistency.loop_watch import watch_backward
@@ -37,13 +36,13 @@ from ringspan.torch.layers.blockwise.head import (
 )
 from ringspan.torch.layers.decoder import finished_logits
 from ringspan.torch.layers.modules import class_name, local_part
-from ringspan.torch.layers.router_loss import RouterLoss, real_tokens_of, wanted_router
+from ringspan.torch.layers.router_loss import real_tokens_of, wanted_router
+from ringspan.torch.layers.view import RingModel
 from ringspan.torch.memory.sharding import renew_types, settle, with_shards
-from ringspan.torch.model.config_changes import ConfigCopy, check_configs
+from ringspan.torch.model.config_changes import check_configs
 from ringspan.torch.model.forward_arguments import check_arguments
 from ringspan.torch.model.local_pass import local_hidden_states
 from ringspan.torch.model.saving import Saved
-from ringspan.torch.multimodal.kinds import Kind
 from ringspan.torch.runtime.mesh import tensor_axis
 from ringspan.torch.tensor_parallel.split import splits_vocabulary
 from ringspan.torch.transport.sums import Sum, SumOfGradients
@@ -73,32 +72,8 @@ class PerToken:
         return self.value
 
 
-class RingCausalLM(Saved, Fixed):
+class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
     """Mixin that ``parallelize`` adds to a model's class: one loss for the whole batch, without whole logits."""
-
-    ring_mesh: DeviceMesh
-    ring_layout: BatchLayoutName
-    ring_loss: LossOptions
-    ring_decoder: str
-    ring_vocabularies: tuple[int, int]
-    """Vocabulary sizes of the input embedding and the head."""
-    ring_skipped: int | None
-    """Token that the model's own forward skips when counting positions."""
-    ring_head_parts: tuple[str, ...] = ()
-    """Modules that make logits, if more than the output embedding."""
-    ring_head: Any
-    """Kind of head tried out last."""
-    ring_configs: tuple[ConfigCopy, ...]
-    ring_is_generating = False
-    """True while weights may be whole between passes."""
-    ring_stateful: bool
-    """True if layers have states or convolutions."""
-    ring_compiled: bool
-    """True if layers are compiled."""
-    ring_media: Kind | None = None
-    """Kind of the model's image inputs; None if it takes none."""
-    ring_router: RouterLoss | None
-    """Auxiliary loss of a mixture of experts; None if absent."""
 
     @torch.compiler.disable(recursive=False)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -115,7 +90,6 @@ class RingCausalLM(Saved, Fixed):
         return _bind(self, args, kwargs)
 
     def named_parameters(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield the shards, for an optimizer."""
         if not self.ring_is_generating and isinstance(self, FSDPModule):
             settle(self)
         return super().named_parameters(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
@@ -187,7 +161,7 @@ _SIGNATURE: Final = inspect.signature(RingCausalLM.forward)
 
 
 @torch.compiler.disable()
-def _loss(model: Any, hidden: Tensor, targets: Tensor, count: int) -> Tensor:
+def _loss(model: RingModel, hidden: Tensor, targets: Tensor, count: int) -> Tensor:
     """Compute the loss sum over the whole batch's targets, divided by their count."""
     # Evaluation is plain cross-entropy, whatever training adds to it.
     total = _cross_entropy(model, hidden, targets, model.ring_loss if model.training else _plain(model), "sum")
@@ -195,7 +169,9 @@ def _loss(model: Any, hidden: Tensor, targets: Tensor, count: int) -> Tensor:
 
 
 @torch.compiler.disable()
-def _logprobs(model: Any, hidden: Tensor, targets: Tensor, length: int, document_lengths: Tensor | None) -> Tensor:
+def _logprobs(
+    model: RingModel, hidden: Tensor, targets: Tensor, length: int, document_lengths: Tensor | None
+) -> Tensor:
     """Compute the log-probability of each target (B, S) on every rank of the ring; 0 without a target."""
     losses = _cross_entropy(model, hidden, targets, _plain(model), "none").view(targets.shape)
     ring = model.ring_mesh["ring"]
@@ -203,12 +179,12 @@ def _logprobs(model: Any, hidden: Tensor, targets: Tensor, length: int, document
     return Unsharded.apply(0.0 - losses, split, ring.get_group())
 
 
-def _plain(model: Any) -> LossOptions:
+def _plain(model: RingModel) -> LossOptions:
     return replace(model.ring_loss, z_loss=0.0, label_smoothing=0.0)
 
 
 def _cross_entropy(
-    model: Any, hidden: Tensor, targets: Tensor, options: LossOptions, reduction: ReductionName
+    model: RingModel, hidden: Tensor, targets: Tensor, options: LossOptions, reduction: ReductionName
 ) -> Tensor:
     """Compute the local tokens' summed loss, or each one's (B T)."""
     tp = tensor_axis(model.ring_mesh)
@@ -228,7 +204,7 @@ def _cross_entropy(
     return called_cross_entropy(hidden.flatten(0, 1), head, targets.flatten(), options, reduction)
 
 
-def _refuse_head(model: Any, head: nn.Module, *, is_split: bool) -> None:
+def _refuse_head(model: RingModel, head: nn.Module, *, is_split: bool) -> None:
     """Refuse a head that is now more than its weight, if its blocks would be wrong."""
     if is_split:
         raise UnsupportedError(
@@ -240,8 +216,7 @@ def _refuse_head(model: Any, head: nn.Module, *, is_split: bool) -> None:
         vars(model)["ring_head"] = kind
 
 
-def _groups(model: Any) -> list[dist.ProcessGroup]:
-    """Return the groups of ranks with other tokens."""
+def _groups(model: RingModel) -> list[dist.ProcessGroup]:
     return [model.ring_mesh[axis].get_group() for axis in ("replicate", "ring")]
 
 
@@ -257,7 +232,7 @@ def _asked(arguments: dict[str, Any]) -> Asked | PerToken:
     return asked if isinstance(asked, Asked | PerToken) else Asked.LOSS
 
 
-def _bind(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.BoundArguments:
+def _bind(model: RingModel, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.BoundArguments:
     """Bind a call's arguments to ``forward``'s names; raise for log-probabilities without targets."""
     bound = _SIGNATURE.bind(model, *args, **kwargs)
     asked = _asked(kwargs)
@@ -270,8 +245,7 @@ def _bind(model: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.Bo
     return bound
 
 
-def _check_asked(model: Any, arguments: dict[str, Any]) -> None:
-    """Raise UnsupportedError for unsupported arguments and config changes."""
+def _check_asked(model: RingModel, arguments: dict[str, Any]) -> None:
     others = {name: value for name, value in arguments.items() if not isinstance(value, Asked | PerToken)}
     check_arguments(class_name(model), others)
     check_configs(model.ring_configs)

@@ -16,10 +16,11 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.torch.consistency.loop_watch import watch_backward
 from ringspan.torch.data.batch_layout import BatchLayout
 from ringspan.torch.layers.modules import class_name
-from ringspan.torch.layers.view import ModelView
+from ringspan.torch.layers.router_loss import refuse_router_loss
+from ringspan.torch.layers.view import ModelView, RingModel
 from ringspan.torch.memory.sharding import renew_types
 from ringspan.torch.model.local_pass import local_hidden_states
-from ringspan.torch.model.support import giving, refuse_unsupported_decoder
+from ringspan.torch.model.support import giving, is_same, refuse_unsupported_decoder
 from ringspan.torch.model.tasks.causal_lm import RingCausalLM
 from ringspan.torch.model.view import LABELS, SEQUENCES
 from ringspan.torch.transport.sums import Sum
@@ -32,13 +33,11 @@ def pools(model: nn.Module) -> bool:
 
 
 def refuse_classifier(view: ModelView) -> None:
-    """Raise UnsupportedError if the ring cannot run a classifier exactly."""
     name, model, decoder = view.name, view.model, view.decoder
     if decoder not in model.children():
         raise UnsupportedError(f"{name} has more than a decoder and its {LABELS}, which a ring does not support yet")
     refuse_unsupported_decoder(view)
-    if getattr(decoder.config, "output_router_logits", False):
-        raise UnsupportedError(f"{name}: output_router_logits=True has no loss to be added to; set it to False")
+    refuse_router_loss(view)
     for path, module in model.named_children():
         if isinstance(module, nn.Dropout) and module.p > 0:
             raise UnsupportedError(
@@ -69,8 +68,7 @@ def _try_head(model: Any, decoder: Any) -> None:
         ) from error
     if pools(model):
         expected = expected[range(len(rows)), [2, 1, 2][: len(rows)]]
-    rounding = 2 * torch.finfo(expected.dtype).eps * expected.abs().max()
-    if logits.shape != expected.shape or not bool(((logits - expected).abs() <= rounding).all()):
+    if not is_same(logits, expected):
         refuse_not_finite(named_in(model, head), masks=False)  # of what is no number, nothing is equal
         raise UnsupportedError(
             f"{name} has more between its decoder and its logits than its {LABELS} and the last token, which a ring "
@@ -79,8 +77,6 @@ def _try_head(model: Any, decoder: Any) -> None:
 
 
 class RingClassifier(RingCausalLM):
-    """Mixin that ``parallelize`` adds to a classifier's class."""
-
     def ring_bind(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.BoundArguments:
         """Bind a call's arguments to names.
 
@@ -114,7 +110,7 @@ class RingClassifier(RingCausalLM):
         num_items_in_batch: int | Tensor | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> SequenceClassifierOutputWithPast | TokenClassifierOutput:
         """Map local tokens (B, T) to sequence logits (B, L) on every rank, or local token logits (B, T, L).
 
@@ -146,7 +142,7 @@ class RingClassifier(RingCausalLM):
         return SequenceClassifierOutputWithPast(logits=watch_backward(logits))
 
 
-def _refuse_padding(model: Any, is_here: Tensor, real: Tensor | None) -> None:
+def _refuse_padding(model: RingModel, is_here: Tensor, real: Tensor | None) -> None:
     """Refuse logits of padding, which differ from one process's, on all ranks of all replicas."""
     of_padding = torch.zeros_like(is_here) if real is None else is_here & ~real
     found = torch.where(of_padding.any(1), torch.arange(1, len(is_here) + 1, device=is_here.device), 0).amax()
@@ -159,7 +155,7 @@ def _refuse_padding(model: Any, is_here: Tensor, real: Tensor | None) -> None:
         )
 
 
-def _last_places(model: Any, ids: Tensor, places: Tensor, length: int) -> Tensor:
+def _last_places(model: RingModel, ids: Tensor, places: Tensor, length: int) -> Tensor:
     """Return the global place of each row's last token other than padding, (B,)."""
     padding = model.config.get_text_config().pad_token_id
     if padding is None:

@@ -16,29 +16,28 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.names import LayoutName
-from ringspan.torch.consistency.calls import Call, check_call
+from ringspan.torch.consistency.calls import meeting
 from ringspan.torch.consistency.fixed import Fixed, check_fixed
 from ringspan.torch.consistency.forward import in_pass, pass_facts, recovering
 from ringspan.torch.consistency.loop_watch import watch_backward
 from ringspan.torch.data.sharding import shard
 from ringspan.torch.layers.modules import class_name, forward_of
-from ringspan.torch.layers.positions import beyond_table
-from ringspan.torch.layers.view import ModelView
+from ringspan.torch.layers.positions import beyond_table, refuse_rope_by_length
+from ringspan.torch.layers.router_loss import refuse_router_loss
+from ringspan.torch.layers.view import ModelView, RingModel, decoder_on_ring
 from ringspan.torch.memory.sharding import note_copies, renew_types, settle
 from ringspan.torch.model.attention.support import refuse_attention
-from ringspan.torch.model.config_changes import ConfigCopy, check_configs
-from ringspan.torch.model.saving import Saved
+from ringspan.torch.model.config_changes import check_configs
+from ringspan.torch.model.saving import Saved, voted
 from ringspan.torch.model.splittable import refuse_weights
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
 from ringspan.torch.transport.sums import Sum
 
 # What else a decoder may be called with; anything else would need a cache, or a mask of the whole sequence.
 _TAKEN: Final = {"inputs_embeds", "position_ids", "use_cache", "return_dict"}
-_LENGTH_DEPENDENT_ROPE: Final = ("dynamic", "longrope")
 
 
 def refuse_headless(view: ModelView) -> None:
-    """Raise UnsupportedError if the ring cannot run a headless model exactly."""
     name, model, decoder = view.name, view.model, view.decoder
     if decoder is not model and type(model).__module__.startswith("transformers."):
         raise UnsupportedError(
@@ -48,8 +47,6 @@ def refuse_headless(view: ModelView) -> None:
     inner = [module for module in model.modules() if isinstance(module, PreTrainedModel) and module is not model]
     if len(inner) > (decoder is not model):
         raise UnsupportedError(f"{name} has several models of transformers inside; give it one decoder")
-    if "forward" in vars(model):
-        raise UnsupportedError(f"{name} has a forward that was set on it, which would not be called; del model.forward")
     refuse_weights(model)
     refuse_attention(replace(view, stateful={}))
     if view.stateful:
@@ -60,14 +57,8 @@ def refuse_headless(view: ModelView) -> None:
     for path, module in model.named_modules():
         if isinstance(module, (nn.Conv1d, nn.BatchNorm1d)):
             raise UnsupportedError(f"{name} must mix tokens in attention only ({path} is a {type(module).__name__})")
-    rope = getattr(decoder.config, "rope_parameters", None) or {}
-    if rope.get("rope_type") in _LENGTH_DEPENDENT_ROPE:
-        raise UnsupportedError(
-            f"{name}: rope_type={rope['rope_type']!r} chooses frequencies by the length of the sequence, which a "
-            "decoder without a head is not told; use default, linear, llama3 or yarn"
-        )
-    if getattr(decoder.config, "output_router_logits", False):
-        raise UnsupportedError(f"{name}: output_router_logits=True has no loss to be added to; set it to False")
+    refuse_rope_by_length(name, decoder.config, "a decoder without a head is not told")
+    refuse_router_loss(view)
     _refuse_not_causal(name, decoder)
 
 
@@ -99,20 +90,12 @@ def _hidden_size(config: PreTrainedConfig) -> int:
     return config.get_text_config(decoder=True).hidden_size
 
 
-class RingDecoder(Saved, Fixed):
-    """Mixin that ``parallelize`` adds to the class of a headless model."""
-
-    ring_mesh: DeviceMesh
-    ring_layout: LayoutName
-    ring_decoder: str
-    ring_configs: tuple[ConfigCopy, ...]
-    ring_number: str
-
+class RingDecoder(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
     @torch.compiler.disable(recursive=False)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward pass over local tokens, the same on every rank."""
         with in_pass(self, "a forward pass"):
-            try:
+            with meeting(self.ring_mesh, "a forward pass") as facts:
                 try:
                     check_fixed(self)
                 finally:
@@ -120,10 +103,7 @@ class RingDecoder(Saved, Fixed):
                 check_configs(self.ring_configs)
                 if self.ring_decoder == "":
                     _check_arguments(self, args, kwargs)
-                call = Call("a forward pass", pass_facts(self), _facts_of_ring(args, kwargs))
-            except Exception as error:  # whatever it is, the other ranks must not wait for this one
-                call = Call("a forward pass", error=error)
-            check_call(self.ring_mesh, call)
+                facts.alike, facts.alike_in_ring = pass_facts(self), _facts_of_ring(args, kwargs)
             with recovering(self):
                 output = super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
             note_copies(self)
@@ -141,12 +121,7 @@ def check_inner_call(model: Any, decoder: nn.Module) -> None:
     without = _without_cache(forward_of(decoder))
 
     def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        error = None
-        try:
-            _check_arguments(model, args, kwargs)
-        except Exception as failure:  # which the other ranks are to hear of
-            error = failure
-        check_call(model.ring_mesh, Call("the decoder's forward pass", error=error))
+        voted(model, "the decoder's forward pass", lambda: _check_arguments(model, args, kwargs))
         return args, kwargs | without
 
     decoder.register_forward_pre_hook(look, with_kwargs=True)
@@ -157,8 +132,7 @@ def _without_cache(forward: Callable[..., Any]) -> dict[str, bool]:
     return {"use_cache": False} if "use_cache" in inspect.signature(forward).parameters else {}
 
 
-def _check_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise UnsupportedError for unsupported arguments of a decoder."""
+def _check_arguments(model: RingModel, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     name, given = class_name(model), {key: value for key, value in kwargs.items() if value is not None}
     if args or "inputs_embeds" not in given or "position_ids" not in given:
         raise UnsupportedError(
@@ -174,7 +148,8 @@ def _check_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if given.get("return_dict") is False:
         raise UnsupportedError("return_dict=False is not supported on a ring; it must be True")
     ring, embeddings = model.ring_mesh["ring"], given["inputs_embeds"]
-    layout = Layout(model.ring_layout, ring.size() * embeddings.shape[1], ring.size())
+    length = ring.size() * embeddings.shape[1]
+    layout = Layout(model.ring_layout, length, ring.size())  # pyright: ignore[reportArgumentType]
     positions = given["position_ids"]
     expected = torch.from_numpy(layout.positions(ring.get_local_rank())).to(positions.device)
     if positions.shape[-1] != len(expected) or not bool((positions == expected).all()):
@@ -182,12 +157,11 @@ def _check_arguments(model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
             f"position_ids are not those of the layout {layout.name}; use rs.shard_features(features, mesh, "
             f"layout={layout.name!r})"
         )
-    if error := beyond_table(model, model.get_submodule(model.ring_decoder), layout.length):
+    if error := beyond_table(model, decoder_on_ring(model), layout.length):
         raise error
 
 
 def _facts_of_ring(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the shapes of all inputs, which the ranks of a ring must share."""
     given = {**{str(place): value for place, value in enumerate(args)}, **kwargs}
     return {
         f"shape of {name}": tuple(value.shape) for name, value in sorted(given.items()) if isinstance(value, Tensor)
