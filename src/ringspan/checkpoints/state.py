@@ -102,11 +102,7 @@ def restore(
     optimizer: torch.optim.Optimizer,
     device: torch.device,
 ) -> None:
-    """Restore model, optimizer and random numbers from a checked checkpoint.
-
-    On another number of ranks, random numbers are seeded again from the checkpoint's step.
-    Errors are raised on all ranks.
-    """
+    """Restore model, optimizer and random numbers, seeded again on other numbers of ranks; errors are all ranks'."""
     tensors = run_state(model, optimizer)
     # What a checkpoint has and the model lacks would be lost without a word. (Each rank's own tensors are named so.)
     unknown = [name for name in manifest.tensors if name not in tensors and not name.startswith("rank ")]

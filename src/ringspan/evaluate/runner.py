@@ -52,10 +52,7 @@ class EvalResult(TypedDict):
 
 
 def plans(every: Sequence[EvalSettings]) -> list[Plan | None]:
-    """Plan all models on the first rank, before any is evaluated; None on the others.
-
-    Errors are raised on all ranks.
-    """
+    """Plan all models on the first rank, before any is evaluated; None on the others; errors are all ranks'."""
     found: list[Plan | None] = []
 
     def make() -> None:

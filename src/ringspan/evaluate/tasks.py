@@ -42,10 +42,7 @@ class Material:
 
 
 def found(said: str, answers: Sequence[str]) -> float:
-    """Compute the share of answers that occur in the text as whole words, ignoring case.
-
-    RULER's ``string_match_all``, which also counts an answer inside a longer word.
-    """
+    """Compute the share of answers in the text as whole words, ignoring case (RULER's also counts inside words)."""
     hits = [re.search(rf"(?<!\w){re.escape(answer)}(?!\w)", said, re.IGNORECASE) for answer in answers]
     return sum(hit is not None for hit in hits) / len(answers)
 
@@ -117,10 +114,7 @@ def _keys(random: Random, size: int, depth: float, material: Material) -> Prompt
 
 
 def _hidden(random: Random, size: int, depth: float | None, material: Material) -> Prompt:
-    """Hide needles in real text: values of one key, the first at ``depth``, or without a depth of a key each.
-
-    Distractors have keys of their own.
-    """
+    """Hide needles in text: of one key, the first at ``depth``, or of a key each; distractors have their own keys."""
     count = material.needles if depth is None else 1
     every = names(random, count + material.distractors)
     asked, others = every[:count], every[count:]

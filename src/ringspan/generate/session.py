@@ -86,10 +86,7 @@ class Session:
         return answer
 
     def opened(self) -> tuple[list[int], Any]:
-        """Return the tokens of the cache that the settings name, and the cache; no tokens and a new one without a name.
-
-        Errors are raised on all ranks.
-        """
+        """Return the named cache and its tokens, or a new one and none; errors are all ranks'."""
         if self.num_beams > 1 and (self.settings.load_cache or self.settings.save_cache):
             option = "--save-cache" if self.settings.load_cache is None else "--load-cache"
             raise ConfigError(

@@ -82,6 +82,6 @@ class GenerateSettings:
         return {"max_new_tokens": self.max_new_tokens, "do_sample": bool(given), **given}
 
 
-def check_option(name: str, value: Any, is_right: bool, should_be: str) -> None:
+def check_option(name: str, value: object, is_right: bool, should_be: str) -> None:
     if not is_right:
         raise ConfigError(f"--{name.replace('_', '-')} {value}: should be {should_be}")

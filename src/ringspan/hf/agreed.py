@@ -43,10 +43,7 @@ class AgreedCallbacks(CallbackHandler):
 
 
 def agree_on(trainer: Any) -> None:
-    """Make the ranks agree on callbacks' requests, on the first rank's metrics, and on errors of the user's functions.
-
-    In place; errors are agreed on before ranks exchange the results.
-    """
+    """Agree in place on callbacks' requests, the first rank's metrics, and errors of the user's functions."""
     handler, mesh = trainer.callback_handler, trainer.ring_mesh
     handler.__class__, handler.ring_mesh = AgreedCallbacks, mesh
     own = ["compute_loss_func", "preprocess_logits_for_metrics", "compute_metrics"]

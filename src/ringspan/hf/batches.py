@@ -123,7 +123,7 @@ def takes_whole_batches(
         type(base).ring_autocast = staticmethod(autocast)
 
 
-def _is(model: Any, kind: type) -> bool:
+def _is(model: object, kind: type) -> bool:
     return isinstance(model, kind)
 
 
@@ -189,10 +189,7 @@ def _counted(number: Any) -> int | None:
 
 
 def _of_replica(model: Any, loss: Tensor, *, is_counted: bool) -> Tensor:
-    """Convert a loss over all replicas to one whose mean over replicas, in value and gradient, is that of one process.
-
-    Its gradient is this rank's part; FSDP divides the sum over ranks by R. Callers multiply a counted loss by R.
-    """
+    """Convert a loss to one whose mean over R replicas is right; FSDP divides by R, callers multiply a counted one."""
     replicas = model.ring_mesh["replicate"].size()
     if replicas == 1:
         return loss

@@ -133,7 +133,7 @@ class LoopAccelerator(RingAccelerator):
             raise UnsupportedError("safe_serialization=False writes pickles; leave it out")
         with self._without_split() as (models, optimizers):
 
-            def write(_: Any, weights: Any, folder: str) -> None:
+            def write(_: object, weights: Any, folder: str) -> None:
                 weights.extend(self.get_state_dict(model) for model in models)
                 for number, optimizer in enumerate(optimizers):
                     model = _model_of(optimizer, models)
@@ -157,7 +157,7 @@ class LoopAccelerator(RingAccelerator):
         """
         with self._without_split() as (models, optimizers):
 
-            def read(_: Any, folder: str) -> None:
+            def read(_: object, folder: str) -> None:
                 for number, model in enumerate(models):
                     file = Path(folder) / (_WEIGHTS if number == 0 else f"model_{number}.safetensors")
                     if not file.is_file():

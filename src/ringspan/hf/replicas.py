@@ -46,11 +46,7 @@ class RingAccelerator(Accelerator):
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Return the model on the ring, never wrapped: FSDP2 has its weights already.
-
-        An evaluation model that neither predicts tokens nor classifies (another reward model) stays whole on every
-        rank.
-        """
+        """Return the model on the ring, never wrapped; for evaluation one of another kind (a reward model) as it is."""
         head = getattr(model, "get_output_embeddings", None)
         if evaluation_mode and (head is None or head() is None) and not is_classifier(model):
             return super().prepare_model(model, device_placement, evaluation_mode)
@@ -126,10 +122,7 @@ class RingAccelerator(Accelerator):
 
 
 def without_repeats(accelerator: RingAccelerator, inputs: Any) -> Any:
-    """Mask the targets of repeated examples, which even out the replicas of a loader's last batch.
-
-    They would count twice in the loss over all replicas; streams and packed rows, of unknown length, still repeat.
-    """
+    """Mask the targets of examples repeated to even out the last batch; streams and packed rows still repeat."""
     state, labels = accelerator.gradient_state, inputs.get("labels") if isinstance(inputs, Mapping) else None
     if not (state.end_of_dataloader and state.remainder > 0 and isinstance(labels, Tensor)):
         return inputs

@@ -28,10 +28,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 def count_generations(args: Any, replicas: int) -> None:
-    """Make a trainer's arguments count the completions of one generation by replica; TRL counts ranks.
-
-    ``steps_per_generation`` stays: ``generation_batch_size`` becomes that times the batch of a step.
-    """
+    """Count the completions of one generation by replica, where TRL counts ranks; ``steps_per_generation`` stays."""
     steps = getattr(args, "steps_per_generation", None)
     if steps is None:
         return
@@ -127,7 +124,7 @@ def raise_on_all(failures: list[Failure], mesh: DeviceMesh) -> None:
         raise PeerMismatch(reason)
 
 
-def _name_of(function: Any) -> str:
+def _name_of(function: object) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
@@ -141,10 +138,7 @@ def of_first(thing: Any, mesh: DeviceMesh) -> Any:
 
 @contextmanager
 def rollout_of_replica(trainer: Any) -> Iterator[None]:
-    """Gather over replicas and keep random numbers equal in a ring while a trainer makes and scores completions.
-
-    TRL calls accelerate's functions by name in its modules, not through its accelerator, so the names are replaced.
-    """
+    """Put our gathers under the names by which TRL calls accelerate's, and keep random numbers equal in a ring."""
     accelerator, mesh = trainer.accelerator, trainer.ring_mesh
     group = mesh["replicate"].get_group()
 

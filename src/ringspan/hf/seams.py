@@ -64,7 +64,7 @@ class TrainerSeams(_Trainer):
 class OwnParts(Trainer):
     """Mix-in right before transformers' Trainer for its private methods, so that subclasses' own run first."""
 
-    def _save(self: Any, output_dir: str | None = None, state_dict: Any = None) -> None:
+    def _save(self: Any, output_dir: str | None = None, state_dict: object = None) -> None:
         self.save_beside_model(output_dir)
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
@@ -93,11 +93,11 @@ def note_prepared(accelerator: Any, model: Any) -> None:
         accelerator._models.append(model)
 
 
-def plain_optimizer(optimizer: Any) -> Any:
+def plain_optimizer(optimizer: object) -> Any:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def method_behind(trainer: Any, name: str) -> Any:
+def method_behind(trainer: object, name: str) -> Any:
     """Return a trainer's method of that name, past the one that the ring puts before it."""
     owners = (kind for kind in type(trainer).__mro__ if name in vars(kind) and kind.__name__ != "RingTrainerMixin")
     return vars(next(owners))[name]

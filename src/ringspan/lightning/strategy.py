@@ -186,7 +186,7 @@ class RingStrategy(ModelParallelStrategy):
 class ToldErrors(Callback):
     """The first of a trainer's callbacks: other ranks hear of an error before the next ones save, with all ranks."""
 
-    def on_exception(self, trainer: Trainer, pl_module: Any, exception: BaseException) -> None:
+    def on_exception(self, trainer: Trainer, pl_module: object, exception: BaseException) -> None:
         trainer.strategy.on_exception(exception)
 
 
@@ -222,10 +222,7 @@ def _refuse_callbacks(trainer: Any) -> None:
 
 
 def _refuse_uneven(loader: object, limit: float) -> None:
-    """Raise UnsupportedError for replicas with different numbers of batches; each pass needs all, and none is repeated.
-
-    ``limit`` is the trainer's ``limit_predict_batches``: batches, or as a float a share of them.
-    """
+    """Raise UnsupportedError for replicas with different numbers of batches under ``limit_predict_batches``."""
     batches: Any = loader.batch_sampler if isinstance(loader, DataLoader) else None
     sampler = getattr(batches, "sampler", None)
     if not isinstance(sampler, DistributedSampler):

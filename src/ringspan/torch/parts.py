@@ -62,11 +62,7 @@ class Parts(NamedTuple):
 
 
 def check_parts(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> Parts:
-    """Raise what ``parallelize`` cannot do with a model, and leave it as it is.
-
-    Raises:
-        RingspanError: what ``parallelize`` says.
-    """
+    """Raise what ``parallelize`` cannot do with a model, and leave it as it is."""
     if isinstance(model, (RingCausalLM, RingDecoder)):
         raise UnsupportedError(f"{type(model).__name__.removeprefix('FSDP')} is on a ring already; call this once")
     view, found = view_of(model), FoundHead()
@@ -180,11 +176,7 @@ def _is_first(mesh: DeviceMesh) -> bool:
 
 
 def compute_dtype_of(config: StepConfig) -> torch.dtype | None:
-    """Return the dtype that layers compute in; the parameters' dtype if None.
-
-    Raises:
-        ConfigError: it is not a dtype of real numbers.
-    """
+    """Return the dtype that layers compute in, None for the parameters' own; ConfigError for no real numbers."""
     if config.compute_dtype is None:
         return None
     dtype = getattr(torch, config.compute_dtype, None)

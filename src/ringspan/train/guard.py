@@ -150,10 +150,7 @@ def _log(value: float) -> float:
 
 
 def _where(parameters: Iterable[tuple[str, Tensor]]) -> str:
-    """Name the rank and the tensor that is not finite: weights before gradients. Called on all ranks.
-
-    A NaN in backward spreads to all earlier parameters, so the last gradient in forward order is its origin.
-    """
+    """Name the rank and the tensor that is not finite, weights first; of gradients the last, where a NaN began."""
     weights, gradients = [], []
     for name, parameter in parameters:
         for found, tensor in ((weights, parameter), (gradients, parameter.grad)):

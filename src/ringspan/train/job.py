@@ -66,10 +66,7 @@ class Job:
     """Digest of the base weights of an adapter, which no checkpoint holds."""
 
     def step(self, step: int, guard: Guard) -> tuple[StepMetrics, Verdict]:
-        """Run one optimizer step over the whole batch (steps count from 1), applied only if the guard agrees.
-
-        Errors are raised on all ranks.
-        """
+        """Run one optimizer step over the whole batch (from 1), applied if the guard agrees; errors are all ranks'."""
         started = time.perf_counter()
         settings = self.config.optimizer
         rate = learning_rate(step, self.config.steps, settings)
@@ -108,10 +105,7 @@ class Job:
 def prepare(
     config: TrainConfig, kept_tokenizer: Path | None = None, doing: Callable[[str], None] = lambda what: None
 ) -> Job:
-    """Prepare the job and refuse whatever can be refused before anything is written.
-
-    A resumed run gives the folder of its tokenizer; ``doing`` is told about slow work.
-    """
+    """Prepare the job, with the tokenizer of a resumed run, and refuse all that can be before anything is written."""
     replicate, ring = config.resolve_mesh(dist.get_world_size())
     device, dtype = local_device(), getattr(torch, config.model.dtype)
     model_config = load_model_config(config)

@@ -146,7 +146,7 @@ def _sum(mesh: DeviceMesh, axis: str, numbers: list[int]) -> list[int]:
     return total.tolist()
 
 
-def _words(thing: Any) -> list[int]:
+def _words(thing: object) -> list[int]:
     digest = hashlib.blake2b(repr(thing).encode(), digest_size=_NUM_WORDS * _WORD_BITS // 8).digest()
     return [int.from_bytes(digest[i : i + 2], "big") for i in range(0, len(digest), 2)]
 

@@ -38,11 +38,7 @@ def known_parameters(model: RingModel) -> list[nn.Parameter]:
 
 
 def check_fixed(model: RingModel) -> None:
-    """Check, in one walk over its modules, that a model is still as ``parallelize`` left it.
-
-    Raises:
-        UnsupportedError: naming the new module or parameter, the changed weight, or the loss function.
-    """
+    """Check in one walk that a model is as ``parallelize`` left it; UnsupportedError names the first change."""
     if model.loss_function is not model.ring_loss_function:
         raise UnsupportedError(
             f"the loss function of {class_name(model)} was changed, which a ring does not call; compute a loss of your "
@@ -96,11 +92,7 @@ def note_buffers(model: Any, layers: Iterable[nn.Module]) -> None:
 
 @contextmanager
 def keeping_buffers(model: RingModel) -> Iterator[None]:
-    """Check that training leaves the layers' buffers unchanged.
-
-    Raises:
-        UnsupportedError: a layer changed one in place (batch norm, spectral norm); on every rank.
-    """
+    """Raise UnsupportedError on all ranks for a layer that changes its buffers in training (batch norm)."""
     if not (model.training and torch.is_grad_enabled()):
         yield
         return
@@ -131,11 +123,7 @@ class Fixed:
 
     @property
     def _ddp_params_and_buffers_to_ignore(self: Any) -> Never:
-        """Refuse ``DistributedDataParallel``, which asks this before it looks at the parameters.
-
-        Raises:
-            UnsupportedError: always.
-        """
+        """Refuse ``DistributedDataParallel``, which asks this before it looks at the parameters."""
         raise UnsupportedError(
             f"{class_name(self)} is on a ring, which adds up its gradients; leave out DistributedDataParallel, and "
             "with Accelerate use ringspan.hf.ring_accelerator, whose prepare leaves the model as it is"

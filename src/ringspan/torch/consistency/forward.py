@@ -58,10 +58,7 @@ def recovering(model: RingModel) -> Iterator[None]:
 
 @torch.compiler.disable()
 def agreeing(model: RingModel, arguments: dict[str, Any]) -> AbstractContextManager[None]:
-    """Return a context that makes attention trust the masks of checked arguments.
-
-    All ranks have compared the documents, but not the masks that follow from images.
-    """
+    """Trust the masks of checked arguments, whose documents ranks have compared; not masks of images."""
     return nullcontext() if arguments.get("media") is not None else compared_batch(model.ring_mesh["ring"].get_group())
 
 

@@ -122,10 +122,7 @@ def _say_who_is_missing(call: str) -> None:
 
 
 def watch_backward(loss: Tensor) -> Tensor:
-    """Return the loss; its backward counts as a call before FSDP's own hooks, which may wait.
-
-    The gradient may be a ``DTensor``, if a penalty on weights was added.
-    """
+    """Return the loss; its backward is a call before FSDP's hooks, with a gradient that may be a ``DTensor``."""
     if loss.requires_grad:
         loss.register_hook(lambda gradient: gradient.full_tensor() if isinstance(gradient, DTensor) else None)
     if _watch is not None:

@@ -35,7 +35,7 @@ def num_steps(model: nn.Module) -> int:
     return sum(count for name, count in optimizer_facts(model).items() if name.startswith(_STEPS))
 
 
-def _note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _note(optimizer: Optimizer, args: object, kwargs: object) -> None:
     # Once for each optimizer: the search goes through all parameters of all models.
     if optimizer not in _owners:
         _owners[optimizer] = _find_owners(optimizer)

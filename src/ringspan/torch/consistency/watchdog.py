@@ -98,11 +98,7 @@ class Watchdog:
         self._machine = _machine()
 
     def __enter__(self) -> "Watchdog":
-        """Connect to rank 0; all ranks enter together.
-
-        Raises:
-            ConfigError: on every rank, when rank 0 has no address to listen at.
-        """
+        """Connect to rank 0, all ranks together; ConfigError on each if it has no address to listen at."""
         if not self._config.enabled or self._num_ranks == 1:
             return self
         self._meet()
@@ -112,7 +108,7 @@ class Watchdog:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Say farewell; tell the others of a failure of only this rank, not of a shared refusal."""
         if isinstance(error, RuntimeError):  # how an exchange with a lost peer fails: let its rank be named
             self.await_verdict()

@@ -28,11 +28,7 @@ def describe_weights(model: nn.Module) -> dict[str, str]:
 
 
 def check_finite(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise for NaN and infinity in the weights of the mesh's first rank, which all ranks are given.
-
-    Raises:
-        ConfigError: naming the first of them; on that rank.
-    """
+    """Raise ConfigError, on the mesh's first rank, for NaN and infinity in its weights, which all ranks are given."""
     if dist.get_backend(mesh["ring"].get_group()) != "fake" and dist.get_rank() == int(mesh.mesh.min()):
         refuse_not_finite(part for name, weight in model.named_parameters() for part in plain_parts(name, weight))
         buffers = ((name, x) for name, x in model.named_buffers() if x.is_floating_point())

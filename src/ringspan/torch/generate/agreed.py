@@ -58,7 +58,7 @@ class Clock(StoppingCriteria):
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
 
-    def __call__(self, input_ids: Any, scores: Any, **kwargs: object) -> Any:
+    def __call__(self, input_ids: Any, scores: object, **kwargs: object) -> Any:
         is_over = time.monotonic() >= self._end
         return torch.full((len(input_ids),), is_over, dtype=torch.bool, device=input_ids.device)
 

@@ -19,12 +19,7 @@ from ringspan.torch.layers.decoder import LayerKind
 
 
 def check_compile(decoder: nn.Module, config: StepConfig, *, is_stateful: bool) -> None:
-    """Validate the option ``compile``.
-
-    Raises:
-        ConfigError: unknown torch.compile backend, or an option whose work a program would hide.
-        UnsupportedError: layers that depend on state outside the program.
-    """
+    """Raise ConfigError for an unknown backend or hidden option, UnsupportedError for layers with outside state."""
     backend = config.compile
     if backend is False:
         return

@@ -39,11 +39,7 @@ def without_attention(config: PreTrainedConfig) -> set[int]:
 
 
 def head_counts(config: PreTrainedConfig) -> list[tuple[int, int]]:
-    """Return each layer's numbers of query and key/value heads; empty if no layer has attention.
-
-    Raises:
-        UnsupportedError: the model has no attention heads.
-    """
+    """Return each layer's query and key/value heads; empty without attention; UnsupportedError without heads."""
     if not isinstance(getattr(config, "num_hidden_layers", None), int):
         raise UnsupportedError(f"{config.model_type} is no language model of layers; use an AutoModelForCausalLM")
     if not has_attention(config):

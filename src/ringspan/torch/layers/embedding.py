@@ -74,7 +74,7 @@ class _Summed(nn.Module):
 
 
 class _Lookups(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         return (_look_up if func is functional.embedding else func)(*args, **(kwargs or {}))
 
 

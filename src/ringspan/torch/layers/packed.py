@@ -52,7 +52,7 @@ class _Packed(nn.Module):
         self._kind = type(tensor)
         self._names, self._facts = tensor.__tensor_flatten__()
 
-    def right_inverse(self, tensor: Any) -> list[Tensor]:
+    def right_inverse(self, tensor: object) -> list[Tensor]:
         return [getattr(tensor, name) for name in self._names]
 
     def forward(self, *parts: Tensor) -> Any:

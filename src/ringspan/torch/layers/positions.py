@@ -49,11 +49,7 @@ def num_trained_positions(config: PreTrainedConfig) -> int | None:
 
 
 def check_text(model: RingModel, prompt: int, new: int, *, says: bool) -> None:
-    """Check that the model has positions for ``prompt`` and ``new`` tokens; log once, if ``says``, beyond training.
-
-    Raises:
-        UnsupportedError: a learned table ends before the text does.
-    """
+    """Check that a model has positions for ``prompt`` and ``new`` tokens; log once, if ``says``, beyond training."""
     decoder = decoder_on_ring(model)
     limit = num_learned_positions(decoder)
     if limit is not None and prompt + new > limit:

@@ -60,10 +60,7 @@ class _ChunkedTables(nn.Module):
     rotary_length: int | None = None
 
     def forward(self: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines (B, T, D) in x's dtype; equal rows share memory.
-
-        Positions are (B, T), or (3, B, T) in models that also place images (Qwen 3.5).
-        """
+        """Return cosines and sines (B, T, D) of positions (B, T), or (3, B, T) in Qwen 3.5; equal rows share memory."""
         rows = position_ids.shape[-2]
         # Mostly all sequences have the same positions: one table then does.
         alike = rows > 1 and bool((position_ids == position_ids[..., :1, :]).all())

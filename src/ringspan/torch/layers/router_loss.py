@@ -65,10 +65,7 @@ class RouterLoss(NamedTuple):
 
 
 def find_router_loss(view: ModelView) -> RouterLoss | None:
-    """Return the auxiliary loss of the model's own forward pass; None if absent or different.
-
-    Both are compared on made-up scores before the model goes onto the ring.
-    """
+    """Return the auxiliary loss of the model's own forward pass, compared on made-up scores; None if different."""
     model = view.model
     coefficient = next((name for name in _COEFFICIENTS if hasattr(model, name)), None)
     experts, chosen = (getattr(model, name, None) for name in ("num_experts", "num_experts_per_tok"))
@@ -92,11 +89,7 @@ def refuse_router_loss(view: ModelView) -> None:
 
 
 def wanted_router(model: RingModel, asked: bool | None) -> RouterLoss | None:
-    """Return the auxiliary loss if asked for by the caller or, with None, by the config.
-
-    Raises:
-        UnsupportedError: the model has none.
-    """
+    """Return the auxiliary loss if the caller, or with None the config, asks for it; UnsupportedError without one."""
     if not (getattr(text_config(model.config), "output_router_logits", False) if asked is None else asked):
         return None
     if model.ring_router is None:

@@ -50,7 +50,7 @@ class RouterRecorder:
     def attach(self, router: nn.Module, index: int) -> None:
         """Record the output of a module, or its output number ``index``."""
 
-        def record(_: nn.Module, args: Any, output: Any) -> None:
+        def record(_: nn.Module, args: object, output: Any) -> None:
             scores = output[index] if isinstance(output, tuple) else output
             if scores is not None:
                 self.add(scores)

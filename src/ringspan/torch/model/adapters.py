@@ -26,19 +26,14 @@ def asking_as_before() -> Iterator[None]:
         yield
 
 
-def is_peft(model: Any) -> bool:
+def is_peft(model: object) -> bool:
     return any(
         kind.__module__.partition(".")[0] == "peft" and kind.__name__ == "PeftModel" for kind in type(model).__mro__
     )
 
 
 def base_of(model: Any) -> Any:
-    """Return the transformers model inside a PEFT model; any other model itself.
-
-    Raises:
-        UnsupportedError: an adapter is not a set of weights next to the model's (prompts, prefixes), or changes more
-            than token-wise modules.
-    """
+    """Return the transformers model inside a PEFT model, or the model; UnsupportedError for more than weights."""
     if not is_peft(model):
         return model
     for name, config in model.peft_config.items():
@@ -127,10 +122,7 @@ class _RingPeft(_Frozen):
 
 
 def adapter_weights(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the weights that ``PeftModel.save_pretrained`` writes, by model name: whole on rank 0, none on others.
-
-    All ranks call it.
-    """
+    """Return the weights that PEFT's ``save_pretrained`` writes: whole on rank 0, none on others; all ranks call it."""
     return whole_weights(model, lambda sharded: _names_that_peft_saves(model, sharded, given))
 
 

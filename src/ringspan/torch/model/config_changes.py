@@ -55,11 +55,7 @@ def copy_configs(configs: Iterable[PreTrainedConfig]) -> tuple[ConfigCopy, ...]:
 
 @torch.compiler.disable()
 def check_configs(copies: Iterable[ConfigCopy]) -> None:
-    """Raise if a config changed since, with no effect or another one than on one process.
-
-    Raises:
-        UnsupportedError: the first such field, with both values.
-    """
+    """Raise UnsupportedError for the first field of a config that changed since, with both values."""
     for config, before in copies:
         now = _fields(config)
         if now != before:

@@ -88,11 +88,7 @@ REFUSED: Final[Mapping[str, str]] = {
 
 @torch.compiler.disable()
 def check_arguments(model_name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise for arguments that a model on a ring does not support; every default is None.
-
-    Raises:
-        UnsupportedError: the first such argument, with what to do instead; or an unknown one.
-    """
+    """Raise UnsupportedError for the first argument that a ring does not support or no model has."""
     for name, value in arguments.items():
         if name in REFUSED:
             if value is not None:
@@ -156,11 +152,7 @@ ATTENTION: Final[Mapping[str, _Fixed]] = {
 
 
 def check_attention(module: nn.Module, arguments: Mapping[str, Any]) -> None:
-    """Raise if a layer asks for attention that the ring does not compute.
-
-    Raises:
-        UnsupportedError: the first such argument, by name.
-    """
+    """Raise UnsupportedError for a layer's first argument that asks for other attention than the ring's."""
     kind = type(module).__name__
     # A decoder's own (BigBird-Pegasus) has its causality from its mask, and says is_causal=False all the same.
     if getattr(module, "is_causal", True) is False and not getattr(module, "is_decoder", False):

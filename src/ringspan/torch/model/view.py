@@ -17,11 +17,7 @@ LABELS = "score"  # the head of a classifier
 
 
 def view_of(model: PreTrainedModel) -> ModelView:
-    """Find the parts of a model.
-
-    Raises:
-        UnsupportedError: it is not a model of transformers.
-    """
+    """Find the parts of a model; UnsupportedError if it is not a model of transformers."""
     if not isinstance(model, PreTrainedModel):
         raise UnsupportedError(
             f"{type(model).__name__} is no PreTrainedModel of transformers; give the model inside of it "

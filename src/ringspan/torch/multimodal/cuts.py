@@ -78,7 +78,7 @@ class Cut:
                     )
                 before += (own[0] // side) * (own[1] // side)
 
-    def tokens(self, inputs: Inputs, config: Any) -> list[int] | None:
+    def tokens(self, inputs: Inputs, config: object) -> list[int] | None:
         """Return each unit's number of text tokens; None if only the tower knows."""
         return None
 
@@ -279,6 +279,6 @@ class PartsOfSound(WindowsOfSound):
                 f"{tuple(pixels.shape)} and {None if mask is None else tuple(mask.shape)}"
             )
 
-    def tokens(self, inputs: Inputs, config: Any) -> list[int] | None:
+    def tokens(self, inputs: Inputs, config: object) -> list[int] | None:
         halved = (inputs[self.names[1]].sum(-1) - 1) // 2 + 1  # by a convolution, then by a pooling
         return ((halved - 2) // 2 + 1).tolist()

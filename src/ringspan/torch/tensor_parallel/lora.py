@@ -34,5 +34,5 @@ def with_adapters(styles: Mapping[str, str], modules: Mapping[str, nn.Module]) -
     return result
 
 
-def _is_lora(module: Any) -> bool:
+def _is_lora(module: object) -> bool:
     return type(module).__module__.startswith(_LORA) and type(module).__name__ == "Linear"

@@ -50,7 +50,9 @@ class WeightFiles:
     index says, or there is an adapter that ``adapter`` does not take into account.
     """
 
-    def __init__(self, folder: Path, config: Any = None, *, variant: str | None = None, adapter: bool = False) -> None:
+    def __init__(
+        self, folder: Path, config: object = None, *, variant: str | None = None, adapter: bool = False
+    ) -> None:
         self.tensors: dict[str, Deferred] = {}
         facts: list[tuple[str, str, str, tuple[int, ...]]] = []
         names = {path.name for path in folder.iterdir() if path.is_file()}  # no link to nowhere

@@ -140,5 +140,5 @@ def _names(given: Any) -> list[str]:
     return list(names) if _is_list(names) and all(isinstance(name, str) for name in names) else []
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: object) -> bool:
     return isinstance(value, Sequence) and not isinstance(value, str | Mapping)

@@ -89,10 +89,7 @@ class TokenSequences:
         return float((documents**2).sum() / documents.sum())
 
     def pairs(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Count the (query, key) pairs of causal attention in some sequences, per document if these are separate.
-
-        ``sum(d (d + 1) / 2)`` over the documents d, or the whole sequence. int64, shape of ``indices``.
-        """
+        """Count the (query, key) pairs of causal attention in some sequences, per document if separate; int64."""
         length = self.sequence_length_tokens
         if not self._are_separate:
             return np.full(indices.shape, length * (length + 1) // 2)

@@ -17,10 +17,7 @@ from ringspan.train.run_folder.record import RECORD, RunLock, RunRecord, check_r
 
 
 def open_run(config: TrainConfig, lock: RunLock) -> RunRecord:
-    """Find out if ``config.run`` is new or to be resumed, and lock it; write nothing else. All ranks call it.
-
-    Errors are raised on all ranks.
-    """
+    """Find out if ``config.run`` is new or resumed, and lock it; all ranks call it, and errors are all ranks'."""
 
     def find() -> RunRecord:
         lock.take()
@@ -32,10 +29,7 @@ def open_run(config: TrainConfig, lock: RunLock) -> RunRecord:
 def begin_run(
     config: TrainConfig, record: RunRecord, lock: RunLock, model: Any, tokenizer: Tokenizer, data: Data
 ) -> None:
-    """Make the folder of a new run, or check the text and the model's config of a resumed one, on rank 0.
-
-    Errors are raised on all ranks.
-    """
+    """Make a new run's folder, or check a resumed one's text and model config, on rank 0; errors are all ranks'."""
     run, facts = Path(config.run), model_facts(model)
 
     def begin() -> None:

@@ -109,7 +109,7 @@ def digest_of(parameters: Sequence[Tensor], mesh: Any) -> str:
     return _digest(facts)
 
 
-def _digest(facts: Any) -> str:
+def _digest(facts: object) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 

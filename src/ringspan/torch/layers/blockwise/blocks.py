@@ -233,10 +233,7 @@ class _Computed(torch.autograd.Function):
 
 
 def accumulate(sums: list[Tensor | None], parts: list[Tensor | None], *others: Tensor) -> None:
-    """Add each part to its sum, at least float32; a part is None for an expert that no token chose.
-
-    A first part becomes the sum, copied if it shares memory with another part (gradients of ``a + b``) or ``others``.
-    """
+    """Add each part (None: unused expert) to its sum in float32; copy a first part that shares memory."""
     memories = [_memory(tensor) for tensor in (*parts, *others) if tensor is not None]
     for index, part in enumerate(parts):
         if part is None:

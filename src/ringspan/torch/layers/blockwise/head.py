@@ -59,11 +59,7 @@ def output_size(head: nn.Module) -> int:
 
 
 def refuse_mixing(head: nn.Module) -> None:
-    """Try out a head that is more than its weight.
-
-    Raises:
-        UnsupportedError: it mixes tokens, or is random in evaluation.
-    """
+    """Try out a head that is more than its weight; UnsupportedError if it mixes tokens or is random."""
     if is_its_weight(head):
         return
     reason = mixes_tokens(head, input_size(head), gives=output_size(head), trains=False)

@@ -201,11 +201,11 @@ def _kind_of_layer(
     return kind
 
 
-def _reach(window: Any) -> str:
+def _reach(window: object) -> str:
     return "all earlier tokens" if window is None else f"the last {window} tokens"
 
 
-def _has_temperature(module: Any) -> bool:
+def _has_temperature(module: object) -> bool:
     """Return True if a layer scales queries by position (Llama 4), as noted by ``parallelize``."""
     return getattr(module, "ring_temperature", False)
 

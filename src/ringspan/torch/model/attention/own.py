@@ -35,7 +35,9 @@ class OwnAttention(Mixin):
 class _Method(OwnAttention):
     """GPT-J, CodeGen, GPT-Neo, GPT-NeoX Japanese: a separate method has products and softmax."""
 
-    def _attn(self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None) -> tuple[Tensor, None]:
+    def _attn(
+        self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: object = None
+    ) -> tuple[Tensor, None]:
         divisor = getattr(self, "scale_attn", None) or getattr(self, "norm_factor", 1.0)
         dropout = getattr(self, "attn_dropout", None) or self.attention_dropout
         options: dict[str, Any] = {}

@@ -78,11 +78,7 @@ def _try_head(model: Any, decoder: Any) -> None:
 
 class RingClassifier(RingCausalLM):
     def ring_bind(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.BoundArguments:
-        """Bind a call's arguments to names.
-
-        Raises:
-            UnsupportedError: labels, log-probabilities, or several sequences without padding that tells their ends.
-        """
+        """Bind a call's arguments to names; raise for labels, log-probabilities, or texts whose ends nothing tells."""
         name = class_name(self)
         if kwargs.get("ring_asked") is not None:
             raise UnsupportedError(f"{name} predicts no tokens; give token_logprobs a causal language model")
