@@ -85,7 +85,7 @@ def test_a_slow_loop_and_ranks_that_end_in_turn_are_not_hangs(tmp_path):
     assert codes == [0, 0] and not any("ringspan:" in error for error in errors), errors
 
 
-def test_by_default_torch_ends_a_wait_and_a_line_names_who_is_missing(tmp_path):
+def test_by_default_torch_ends_and_a_line_names_who_is_missing(tmp_path):
     codes, errors = ended(tmp_path, loop, "by default", tmp_path, seconds=20)
     assert codes == [1, 0], errors  # that of torch's own error
     assert "ringspan: rank 0 lost an exchange in a forward pass; no word from rank 1\n" in errors[0], errors
