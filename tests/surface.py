@@ -125,8 +125,7 @@ def check(before: dict[str, Any], now: dict[str, Any]) -> None:
     found = changes(before, now)
     if found:
         pytest.fail(
-            "changed surface; run `python -m tests.surface --write` if you mean it:\n" + "\n".join(found),
-            pytrace=False,
+            "changed surface; run `python -m tests.surface --write` if you mean it:\n" + "\n".join(found), pytrace=False
         )
 
 

@@ -252,10 +252,7 @@ def test_only_seams_that_torch_lacks_are_replaced():
         ("class A:\n    x = 1\nA.x += 1\n", [3]),
         ("from unittest.mock import patch\n", [1]),
         ("from unittest import mock\n", [1]),
-        (
-            "import torch\nx = torch.nn\nclass A:\n    def f(self):\n        self.x = f(torch).z = 1\n",
-            [],
-        ),
+        ("import torch\nx = torch.nn\nclass A:\n    def f(self):\n        self.x = f(torch).z = 1\n", []),
     ],
 )
 def test_a_replacement_is_found(source: str, lines: list[int]):

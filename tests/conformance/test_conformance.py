@@ -39,22 +39,13 @@ def test_what_is_right_passes(pool: Pool, attention: str):
 
 
 WRONG = [
-    ("leaking", "documents"),
-    ("leaking", "document leak"),
-    ("nothing_without_gradients", "document leak"),
-    ("padded", "full, uneven"),
-    ("rounded_down", "uneven length"),
-    ("windowless", "window in a block"),
-    ("windowed_by_block", "window over blocks"),
-    ("rounding", "bfloat16"),
-    ("stale", "stale keys"),
-    ("stale_without_gradients", "stale keys"),
-    ("without_remote_gradients", "causal"),
-    ("grouped_by_mean", "grouped heads"),
-    ("contiguous_only", "strides"),
-    ("one_buffer", "two passes"),
+    ("leaking", "documents"), ("leaking", "document leak"), ("nothing_without_gradients", "document leak"),
+    ("padded", "full, uneven"), ("rounded_down", "uneven length"), ("windowless", "window in a block"),
+    ("windowed_by_block", "window over blocks"), ("rounding", "bfloat16"), ("stale", "stale keys"),
+    ("stale_without_gradients", "stale keys"), ("without_remote_gradients", "causal"),
+    ("grouped_by_mean", "grouped heads"), ("contiguous_only", "strides"), ("one_buffer", "two passes"),
     ("first_buffer", "two passes"),
-]
+]  # fmt: skip
 WRONG_LOSSES = ["mean_of_means", "times_ranks", "detached", "untracked"]
 
 

@@ -120,7 +120,7 @@ from torch.utils.data import DataLoader
 import functools
 Trainer = functools.partial(Trainer, accelerator="cpu", logger=False, enable_progress_bar=False,
                             enable_checkpointing=False)
-""",
+"""
     ),
     "docs/loop.md": Setup(
         once=_RING
@@ -129,7 +129,7 @@ import torch.distributed as dist
 from transformers import AutoModel, LlamaConfig, PreTrainedModel
 config = LlamaConfig(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, vocab_size=97)
 observations, actions, mask = torch.randn(2, 30, 17), torch.randn(2, 30, 6), torch.ones(2, 30)
-""",
+"""
     ),
     "docs/masks.md": Setup(
         once=_ATTENTION + "S = 8192\nq, k, v = (torch.randn(1, h, S // N, 16) for h in (4, 2, 2))\n"
@@ -143,7 +143,7 @@ made = multimodal.batch_of("qwen2_5_vl", [[3, "i", 8]], dtype=torch.float32)
 class AutoModelForImageTextToText:
     from_pretrained = staticmethod(lambda name: multimodal.build("qwen2_5_vl", dtype=torch.float32))
 def processor(**arguments): return dict(made)
-""",
+"""
     ),
     "docs/scoring.md": Setup(
         once=_LOOP
@@ -151,7 +151,7 @@ def processor(**arguments): return dict(made)
 from peft import LoraConfig, get_peft_model
 from torch.nn.functional import logsigmoid
 pairs = [{"input_ids": ids[:2], "labels": ids[:2]}]
-""",
+"""
     ),
     "docs/tensor-parallel.md": Setup(once=_LOOP + "ids = ids[:2]\n"),
     "docs/trainers.md": Setup(
@@ -172,9 +172,7 @@ scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
 }
 
 # Blocks that other tests run, since they need a package that `make setup` does not install; by a line of theirs.
-ELSEWHERE: Final = {
-    "TorchAoConfig(Int8WeightOnlyConfig())": "tests/torch/model/test_packed.py",
-}
+ELSEWHERE: Final = {"TorchAoConfig(Int8WeightOnlyConfig())": "tests/torch/model/test_packed.py"}
 
 
 def python_blocks(page: str) -> list[tuple[str, str]]:

@@ -7,16 +7,10 @@ from tests.docs.pages import DOCS
 from tests.surface import FILE
 
 SECTIONS = {
-    "train": "train",
-    "metrics.jsonl": "metrics.jsonl",
-    "plan": "plan and rehearse",
-    "rehearse": "plan and rehearse",
-    "plan --generate": "plan --generate",
-    "generate": "generate",
-    "eval": "eval",
-    "doctor": "doctor",
+    "train": "train", "metrics.jsonl": "metrics.jsonl", "plan": "plan and rehearse", "rehearse": "plan and rehearse",
+    "plan --generate": "plan --generate", "generate": "generate", "eval": "eval", "doctor": "doctor",
     "bench attention": "bench attention",
-}
+}  # fmt: skip
 
 
 def test_every_json_key_is_explained_and_no_other():

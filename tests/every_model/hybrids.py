@@ -10,18 +10,10 @@ DROPOUTS: Final = (
     "router_jitter_noise",
 )  # fmt: skip
 _ALL = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1,
     "pad_token_id": 2,
-}
+}  # fmt: skip
 _GATED = {
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,

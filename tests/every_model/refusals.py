@@ -89,9 +89,7 @@ REFUSALS: Final = (
         "a blockwise loss that runs these layers too, in ringspan",
     ),
     Refusal(
-        "asks for attention_mask",
-        "Attention has a mask that the layer computes of its keys.",
-        f"such masks {_KERNELS}",
+        "asks for attention_mask", "Attention has a mask that the layer computes of its keys.", f"such masks {_KERNELS}"
     ),
     Refusal(
         "asks for position_bias",

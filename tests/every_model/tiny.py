@@ -24,10 +24,7 @@ _MOST_PARAMETERS: Final = 30_000_000
 # All model types; those that see or hear have a suffix.
 MULTIMODAL: Final = ":multimodal"
 _SOUND: Final = ("audioflamingo3", "musicflamingo")  # which transformers counts among sequence-to-sequence models
-KINDS: Final = (
-    *CAUSAL,
-    *(kind + MULTIMODAL for kind in (*SEEING, *_SOUND)),
-)
+KINDS: Final = (*CAUSAL, *(kind + MULTIMODAL for kind in (*SEEING, *_SOUND)))
 _VOCABULARY: Final = 97
 _WIDTH: Final = 64
 _LAYERS: Final = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")

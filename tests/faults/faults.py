@@ -73,13 +73,9 @@ def kill(parent: Path, times: int, seed: int = 0) -> Row:
         job.end()
     named, ends, nexts = zip(*seen, strict=True)
     row.figures = {
-        "named": sum(named),
-        "survivors_gone_seconds": spread(ends),
-        "next_step_seconds": spread(nexts),
-        "exit_code": code,
-        "losses_bit_equal": job.curve() == expected,
-        "steps": steps,
-    }
+        "named": sum(named), "survivors_gone_seconds": spread(ends), "next_step_seconds": spread(nexts),
+        "exit_code": code, "losses_bit_equal": job.curve() == expected, "steps": steps,
+    }  # fmt: skip
     return row
 
 
@@ -431,13 +427,7 @@ def cut_link(parent: Path, times: int, seed: int = 0) -> Row:
 
 
 FAULTS: dict[str, tuple[Callable[..., Row], int | None]] = {
-    "kill": (kill, 20),
-    "stop": (stop, 20),
-    "term": (terminate, 20),
-    "save": (kill_in_save, 100),
-    "link": (cut_link, 5),
-    "worlds": (other_worlds, None),
-    "clean": (clean_run, None),
-    "cost": (cost, 20),
-}
+    "kill": (kill, 20), "stop": (stop, 20), "term": (terminate, 20), "save": (kill_in_save, 100), "link": (cut_link, 5),
+    "worlds": (other_worlds, None), "clean": (clean_run, None), "cost": (cost, 20),
+}  # fmt: skip
 """Each fault, and how often it strikes."""

@@ -14,15 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ringspan.checkpoints.manifest import (
-    MANIFEST,
-    FileEntry,
-    Manifest,
-    Piece,
-    TensorEntry,
-    read_manifest,
-    verify,
-)
+from ringspan.checkpoints.manifest import MANIFEST, FileEntry, Manifest, Piece, TensorEntry, read_manifest, verify
 from ringspan.checkpoints.shards import read_tensors
 from ringspan.core.errors import CheckpointError, ConfigError
 from ringspan.core.files.signed import digest_of, file_digest

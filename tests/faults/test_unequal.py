@@ -12,19 +12,11 @@ from ringspan.train.config.load import parse_config
 
 # What the last rank is given instead of: batch 2, 4 and 2 heads, 8 tokens, head size 16, causal, zigzag.
 UNEQUAL = {
-    "tokens": {"tokens": 12, "key_tokens": 12},
-    "batch": {"batch": 1},
-    "query heads": {"heads": 2},
-    "key heads": {"kv_heads": 4},
-    "head size": {"size": 8, "value_size": 8},
-    "value head size": {"value_size": 8},
-    "key tokens": {"key_tokens": 8, "cross": True},
-    "dtype": {"dtype": torch.bfloat16},
-    "mask": {"mask": "full"},
-    "window": {"mask": "window:5"},
-    "documents": {"mask": "documents:10,14"},
-    "layout": {"layout": "striped"},
-}
+    "tokens": {"tokens": 12, "key_tokens": 12}, "batch": {"batch": 1}, "query heads": {"heads": 2},
+    "key heads": {"kv_heads": 4}, "head size": {"size": 8, "value_size": 8}, "value head size": {"value_size": 8},
+    "key tokens": {"key_tokens": 8, "cross": True}, "dtype": {"dtype": torch.bfloat16}, "mask": {"mask": "full"},
+    "window": {"mask": "window:5"}, "documents": {"mask": "documents:10,14"}, "layout": {"layout": "striped"},
+}  # fmt: skip
 
 
 def attend(mesh, changes):
@@ -61,17 +53,12 @@ def test_unequal_input_is_refused_by_name_on_every_rank(pool, what):
 
 
 WRONG_MESHES = [
-    (4, {"ring": 3}, "mesh.ring = 3"),
-    (4, {"ring": 8}, "mesh.ring = 8"),
-    (4, {"ring": 2}, "mesh.ring = 2"),
-    (4, {"ring": 2, "replicate": 3}, "needs 6 processes"),
-    (4, {"replicate": 3}, "mesh.replicate = 3"),
-    (4, {"ring": 4, "replicate": 2}, "needs 8 processes"),
-    (3, {"replicate": 2}, "mesh.replicate = 2"),
-    (1, {"ring": 2}, "needs 2 processes, but there are 1"),
-    (64, {}, "a zigzag ring of 64 needs at least 128"),
+    (4, {"ring": 3}, "mesh.ring = 3"), (4, {"ring": 8}, "mesh.ring = 8"), (4, {"ring": 2}, "mesh.ring = 2"),
+    (4, {"ring": 2, "replicate": 3}, "needs 6 processes"), (4, {"replicate": 3}, "mesh.replicate = 3"),
+    (4, {"ring": 4, "replicate": 2}, "needs 8 processes"), (3, {"replicate": 2}, "mesh.replicate = 2"),
+    (1, {"ring": 2}, "needs 2 processes, but there are 1"), (64, {}, "a zigzag ring of 64 needs at least 128"),
     (4, {"ring": 0}, "mesh.ring = 0"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("ranks", "mesh", "message"), WRONG_MESHES)

@@ -78,12 +78,7 @@ def check_as_good_as_xla(kernel, dtype, tokens, size, **options):
         assert error < 1.1 * limit
 
 
-@given(
-    short=st.integers(0, 7),
-    mask=masks,
-    layout=st.sampled_from(LAYOUT_NAMES),
-    ranks=st.sampled_from([1, 4]),
-)
+@given(short=st.integers(0, 7), mask=masks, layout=st.sampled_from(LAYOUT_NAMES), ranks=st.sampled_from([1, 4]))
 @examples(8, suppress_health_check=[HealthCheck.too_slow])
 def test_any_mask_on_any_layout(short, mask, layout, ranks):
     # Chunks of 4 queries and 3 keys on every layout, the last ones overlapping.

@@ -32,16 +32,10 @@ ROWS = [{"input_ids": ids, "labels": torch.where(torch.arange(21) < 4 + n, ids, 
 STEPS = 2  # of an epoch, with four rows each
 EVALUATION = [{"input_ids": row, "labels": row} for row in tokens(4, 21, seed=5)]
 QUIET: dict[str, Any] = {
-    "accelerator": "cpu",
-    "logger": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "enable_checkpointing": False,
-    "num_sanity_val_steps": 0,
-    "max_epochs": 2,
-    "accumulate_grad_batches": 2,
+    "accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False,
+    "enable_checkpointing": False, "num_sanity_val_steps": 0, "max_epochs": 2, "accumulate_grad_batches": 2,
     "gradient_clip_val": 0.5,
-}
+}  # fmt: skip
 
 
 class Ranks(ClusterEnvironment):

@@ -10,27 +10,15 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    PretrainedConfig,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig
 
 import ringspan as rs
 
 _SIZES = {
-    "vocab_size": 97,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "attention_dropout": 0.0,
-    "bos_token_id": 0,
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 512, "attention_dropout": 0.0, "bos_token_id": 0,
     "eos_token_id": 1,
-}
+}  # fmt: skip
 
 
 # What a kind has beside these sizes; behind a hyphen, a variant of a model type.

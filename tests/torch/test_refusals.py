@@ -12,34 +12,15 @@ from tests.torch.models import build, tokens
 
 IDS = tokens(1, 37)
 BAD: list[dict[str, Any]] = [
-    {"layout": "spiral"},
-    {"layout": None},
-    {"layout": "balanced", "route": "ulysses"},
-    {"route": "teleport"},
-    {"comm_dtype": "morse"},
-    {"kernel": "abacus"},
-    {"checkpoint": "some"},
-    {"checkpoint": "none", "layers_per_checkpoint": 2},
-    {"checkpoint": "none", "offload": "activations"},
-    {"layers_per_checkpoint": 0},
-    {"layers_per_checkpoint": "two"},
-    {"offload": "weights"},
-    {"loss_chunk_tokens": 0},
-    {"loss_chunk_tokens": 1.5},
-    {"loss_chunk_vocabulary": -1},
-    {"z_loss": -1.0},
-    {"label_smoothing": 2.0},
-    {"feedforward_chunk_tokens": -1},
-    {"feedforward_chunk_tokens": "many"},
-    {"norm_chunk_tokens": -5},
-    {"norm_chunk_tokens": 2.5},
-    {"compute_dtype": "bfloat16"},
-    {"compute_dtype": torch.int8},
-    {"compile": "javac"},
-    {"compile": None},
-    {"compile": True, "offload": "activations"},
-    {"compile": True, "layers_per_checkpoint": 2},
-]
+    {"layout": "spiral"}, {"layout": None}, {"layout": "balanced", "route": "ulysses"}, {"route": "teleport"},
+    {"comm_dtype": "morse"}, {"kernel": "abacus"}, {"checkpoint": "some"},
+    {"checkpoint": "none", "layers_per_checkpoint": 2}, {"checkpoint": "none", "offload": "activations"},
+    {"layers_per_checkpoint": 0}, {"layers_per_checkpoint": "two"}, {"offload": "weights"}, {"loss_chunk_tokens": 0},
+    {"loss_chunk_tokens": 1.5}, {"loss_chunk_vocabulary": -1}, {"z_loss": -1.0}, {"label_smoothing": 2.0},
+    {"feedforward_chunk_tokens": -1}, {"feedforward_chunk_tokens": "many"}, {"norm_chunk_tokens": -5},
+    {"norm_chunk_tokens": 2.5}, {"compute_dtype": "bfloat16"}, {"compute_dtype": torch.int8}, {"compile": "javac"},
+    {"compile": None}, {"compile": True, "offload": "activations"}, {"compile": True, "layers_per_checkpoint": 2},
+]  # fmt: skip
 
 
 def loss_of(model: Any) -> torch.Tensor:

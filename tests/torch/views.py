@@ -30,23 +30,18 @@ def _offset(x: Tensor) -> Tensor:
 
 # By name: a view with the same numbers as ``x``. What is constant along a dimension is a view expanded along it.
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": lambda x: x,
-    "tokens before heads": lambda x: _transposed(x, 1, 2),
-    "tokens last": lambda x: _transposed(x, 2, 3),
-    "heads last": lambda x: _transposed(x, 1, 3),
+    "contiguous": lambda x: x, "tokens before heads": lambda x: _transposed(x, 1, 2),
+    "tokens last": lambda x: _transposed(x, 2, 3), "heads last": lambda x: _transposed(x, 1, 3),
     "batch last": lambda x: _transposed(x, 0, 3),
     "fused projection": lambda x: _slot(x.transpose(1, 2), 2).transpose(1, 2),
-    "fused, numbers interleaved": lambda x: _slot(x, 4),
-    "every other number": lambda x: _strided(x, -1),
-    "every other token": lambda x: _strided(x, 2),
-    "every other head": lambda x: _strided(x, 1),
-    "offset": _offset,
+    "fused, numbers interleaved": lambda x: _slot(x, 4), "every other number": lambda x: _strided(x, -1),
+    "every other token": lambda x: _strided(x, 2), "every other head": lambda x: _strided(x, 1), "offset": _offset,
     "expanded sequences": lambda x: x[:1].clone().expand(x.shape),
     "expanded heads": lambda x: x[:, :1].clone().expand(x.shape),
     "expanded tokens": lambda x: x[:, :, :1].clone().expand(x.shape),
     "expanded numbers": lambda x: x[..., :1].clone().expand(x.shape),
     "expanded scalar": lambda x: x[:1, :1, :1, :1].clone().expand(x.shape),
-}
+}  # fmt: skip
 # The same for one number per head (H,).
 VECTORS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": lambda x: x,

@@ -18,15 +18,8 @@ from ringspan.torch.transport.exchange import COUNTERS
 NEAR = Speeds(1e12, 1e9, 1e8, 8)
 HEADS = Shape(1, 8, 2, 16, 16, 4)
 ROUTES = [
-    "ring",
-    "bidirectional",
-    "double-ring:2",
-    "all-gather",
-    "pass-q",
-    "ulysses:2",
-    "ulysses",
-    "ulysses:2+all-gather",
-]
+    "ring", "bidirectional", "double-ring:2", "all-gather", "pass-q", "ulysses:2", "ulysses", "ulysses:2+all-gather",
+]  # fmt: skip
 
 
 def backward_pass(*arguments):

@@ -35,13 +35,9 @@ _REST = {
     "  until: ['e']\nmetric_list:\n  - metric: exact_match",
 }
 _KINDS = {
-    "local_choice": "multiple_choice",
-    "local_rolling": "loglikelihood_rolling",
-    "local_until": "generate_until",
-    "local_sampled": "generate_until",
-    "local_shots": "multiple_choice",
-    "local_unsafe": "generate_until",
-}
+    "local_choice": "multiple_choice", "local_rolling": "loglikelihood_rolling", "local_until": "generate_until",
+    "local_sampled": "generate_until", "local_shots": "multiple_choice", "local_unsafe": "generate_until",
+}  # fmt: skip
 
 
 def write(folder: Path) -> Path:

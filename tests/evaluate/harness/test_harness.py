@@ -136,13 +136,9 @@ def test_a_task_sets_the_length_of_an_answer(pool, expected):
 
 
 LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "short_factor": [1.0] * 4,
-    "long_factor": [4.0] * 4,
-    "original_max_position_embeddings": 32,
-    "factor": 8.0,
-}
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
+    "original_max_position_embeddings": 32, "factor": 8.0,
+}  # fmt: skip
 DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 
 

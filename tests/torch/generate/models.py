@@ -4,53 +4,30 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 _SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 8192,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": 0,
-}
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 8192, "bos_token_id": None,
+    "eos_token_id": None, "pad_token_id": 0,
+}  # fmt: skip
 _MLA = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
 CONFIGS = {
-    "llama": {},
-    "qwen3": {"tie_word_embeddings": True},
-    "mistral": {"sliding_window": 9},
+    "llama": {}, "qwen3": {"tie_word_embeddings": True}, "mistral": {"sliding_window": 9},
     "gemma3_text": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "gpt_oss": {
         "sliding_window": 6,
         "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
+        "num_local_experts": 4, "num_experts_per_tok": 2,
     },
     "deepseek_v3": {
-        **_MLA,
-        "head_dim": 4,
-        "num_key_value_heads": 4,
-        "n_routed_experts": 4,
-        "num_experts_per_tok": 2,
-        "n_group": 1,
-        "topk_group": 1,
-        "moe_intermediate_size": 16,
-        "first_k_dense_replace": 2,
+        **_MLA, "head_dim": 4, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
+        "topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 2,
     },
     "llama4_text": {
         "attention_chunk_size": 8,
         "layer_types": ["chunked_attention", "chunked_attention", "chunked_attention", "full_attention"],
-        "no_rope_layers": [1, 1, 1, 0],
-        "attn_temperature_tuning": True,
-        "floor_scale": 4,
-        "num_local_experts": 2,
-        "num_experts_per_tok": 1,
-        "intermediate_size_mlp": 48,
-        "interleave_moe_layer_step": 2,
+        "no_rope_layers": [1, 1, 1, 0], "attn_temperature_tuning": True, "floor_scale": 4, "num_local_experts": 2,
+        "num_experts_per_tok": 1, "intermediate_size_mlp": 48, "interleave_moe_layer_step": 2,
     },
-}
+}  # fmt: skip
 
 
 def model(name: str, **changes: object) -> AutoModelForCausalLM:

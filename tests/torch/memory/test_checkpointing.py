@@ -64,8 +64,7 @@ def ring_steps(mesh: DeviceMesh, kind: str) -> list[Any]:
 
 
 @pytest.mark.parametrize(
-    ("kind", "ranks"),
-    [("gemma3_text", 2), *long(("llama-tied", 2), *product(("llama-tied", "gemma3_text"), (1, 4)))],
+    ("kind", "ranks"), [("gemma3_text", 2), *long(("llama-tied", 2), *product(("llama-tied", "gemma3_text"), (1, 4)))]
 )
 def test_options_alone_and_together_keep_loss_and_gradients(pool, kind, ranks):
     ids = tokens(2, LENGTH)

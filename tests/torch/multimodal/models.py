@@ -13,18 +13,10 @@ from tests.torch.float64 import in_float64_of
 IMAGE, VIDEO = 95, 96
 _IDS: Final = {"image_token_id": IMAGE}
 _TEXT: Final[dict[str, Any]] = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 512,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1,
     "pad_token_id": 2,
-}
+}  # fmt: skip
 _TOWER: Final = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
 _GRID: Final = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
 
@@ -96,20 +88,14 @@ _MODELS: Final[dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]]
     ),
     "gemma3": (
         {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8},
-        {"image_size": 16, "patch_size": 4},
-        _IDS | {"mm_tokens_per_image": 4},
+        {"image_size": 16, "patch_size": 4}, _IDS | {"mm_tokens_per_image": 4},
     ),
     "paligemma": ({"model_type": "gemma"}, {"image_size": 8, "patch_size": 4}, _IDS | {"projection_dim": 32}),
     "llama4": (
         {"intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 11},
         {
-            "intermediate_size": 64,
-            "image_size": 16,
-            "patch_size": 4,
-            "pixel_shuffle_ratio": 0.5,
-            "projector_input_dim": 24,
-            "projector_output_dim": 24,
-            "vision_output_dim": 24,
+            "intermediate_size": 64, "image_size": 16, "patch_size": 4, "pixel_shuffle_ratio": 0.5,
+            "projector_input_dim": 24, "projector_output_dim": 24, "vision_output_dim": 24,
         },
         _IDS,
     ),
@@ -135,7 +121,7 @@ _MODELS: Final[dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]]
         _EARS | {"d_model": 16, "encoder_layers": 2} | {"encoder_attention_heads": 2, "encoder_ffn_dim": 24},
         {"audio_token_index": IMAGE},
     ),
-}
+}  # fmt: skip
 
 KINDS: Final = tuple(_MODELS)
 SOUND: Final = ("audioflamingo3", "voxtral", "qwen2_audio")

@@ -44,9 +44,7 @@ def called(mesh: DeviceMesh, kind: str, *batches: Any) -> None:
 
 
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
-    "gemma3": [
-        ({"pixel_values": None}, "example 0 of the batch has tokens for images (id 95), and no pixel_values"),
-    ],
+    "gemma3": [({"pixel_values": None}, "example 0 of the batch has tokens for images (id 95), and no pixel_values")],
     "llava": [
         ({"input_ids": TEXT}, "pixel_values holds images, and no example of the batch has a token for them"),
         ({"pixel_values": np.s_[:1]}, "example 1 of the batch has 4 tokens for images, and its images make 0"),
@@ -69,20 +67,14 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"image_grid_thw": None}, "pixel_values needs image_grid_thw too"),
         ({"image_grid_thw": [1, 1]}, "pixel_values holds 28 patches, image_grid_thw says 24"),
     ],
-    "internvl": [
-        ({"pixel_values": np.s_[:, :1]}, "pixel_values has 1 channels, the model's images have 3"),
-    ],
+    "internvl": [({"pixel_values": np.s_[:, :1]}, "pixel_values has 1 channels, the model's images have 3")],
     "mistral3": [
         ({"image_sizes": 2 * SQUARE}, "32 x 32 of image 0 (example 0 of the batch), pixel_values holds"),
         ({"image_sizes": None}, "pixel_values needs image_sizes too"),
         ({"image_sizes": np.s_[:1]}, "and image_sizes are for different numbers of images: 2, 1"),
     ],
-    "llava_onevision": [
-        ({"image_sizes": SQUARE, "pixel_values": np.s_[:, :3]}, "5 tiles, pixel_values holds 3"),
-    ],
-    "voxtral": [
-        ({"input_features": np.s_[..., :20]}, "has windows of 20 steps, the model's have 24"),
-    ],
+    "llava_onevision": [({"image_sizes": SQUARE, "pixel_values": np.s_[:, :3]}, "5 tiles, pixel_values holds 3")],
+    "voxtral": [({"input_features": np.s_[..., :20]}, "has windows of 20 steps, the model's have 24")],
     "paligemma": [
         ({"input_ids": TEXT, "pixel_values": None, "token_type_ids": None}, "needs token_type_ids beside"),
         ({"token_type_ids": TWO_RUNS}, "example 0 of the batch has 2 runs of tokens with token_type_ids"),

@@ -33,24 +33,15 @@ def numbers(*shape: int, seed: int = 0) -> Tensor:
 
 # What transformers does with the tensors of a checkpoint, and slices with steps; each on (6, 4, 2) or what came of it.
 OPERATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "transpose": lambda x: x.transpose(0, -1),
-    "permute": lambda x: x.permute(*reversed(range(x.ndim))),
-    "chunk": lambda x: x.chunk(2, 0)[-1],
-    "split": lambda x: x.split([1, x.shape[-1] - 1], -1)[1],
-    "cat": lambda x: torch.cat([x, x + 1, x.flip(0)], 0),
-    "cat the last": lambda x: torch.cat([x * 2, x], -1),
-    "stack": lambda x: torch.stack([x, -x, x], 0),
-    "stack inside": lambda x: torch.stack([x, -x], 1),
-    "select": lambda x: torch.stack([x[0], x[-1]]),
-    "slice": lambda x: x[1:],
-    "every other": lambda x: x[::2],
-    "unbind": lambda x: torch.cat(x.unsqueeze(0).unbind(0)),
-    "squeeze": lambda x: x.unsqueeze(1).squeeze(1),
-    "cast": lambda x: x.to(torch.bfloat16),
-    "contiguous": lambda x: x.contiguous().clone().detach(),
-    "reshape": lambda x: x.reshape(-1, x.shape[-1]),
-    "square": lambda x: x @ x.transpose(-1, -2),
-}
+    "transpose": lambda x: x.transpose(0, -1), "permute": lambda x: x.permute(*reversed(range(x.ndim))),
+    "chunk": lambda x: x.chunk(2, 0)[-1], "split": lambda x: x.split([1, x.shape[-1] - 1], -1)[1],
+    "cat": lambda x: torch.cat([x, x + 1, x.flip(0)], 0), "cat the last": lambda x: torch.cat([x * 2, x], -1),
+    "stack": lambda x: torch.stack([x, -x, x], 0), "stack inside": lambda x: torch.stack([x, -x], 1),
+    "select": lambda x: torch.stack([x[0], x[-1]]), "slice": lambda x: x[1:], "every other": lambda x: x[::2],
+    "unbind": lambda x: torch.cat(x.unsqueeze(0).unbind(0)), "squeeze": lambda x: x.unsqueeze(1).squeeze(1),
+    "cast": lambda x: x.to(torch.bfloat16), "contiguous": lambda x: x.contiguous().clone().detach(),
+    "reshape": lambda x: x.reshape(-1, x.shape[-1]), "square": lambda x: x @ x.transpose(-1, -2),
+}  # fmt: skip
 
 
 @given(st.lists(st.sampled_from(sorted(OPERATIONS)), max_size=4), st.data())

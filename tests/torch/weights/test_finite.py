@@ -57,8 +57,7 @@ def named(mesh: Any, folder: str, name: str, is_read: bool) -> str:
 
 @pytest.mark.parametrize("is_read", [False, True], ids=["parallelize", "from_pretrained"])
 @pytest.mark.parametrize(
-    "name",
-    ["lm_head.weight", "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.gate.e_score_correction_bias"],
+    "name", ["lm_head.weight", "model.layers.1.mlp.up_proj.weight", "model.layers.1.mlp.gate.e_score_correction_bias"]
 )
 def test_a_weight_that_is_no_number_is_named_on_every_rank(pool, tmp_path: Path, name, is_read):
     for says in pool.run(named, 2, str(tmp_path / "model"), name, is_read):

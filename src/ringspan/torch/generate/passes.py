@@ -228,8 +228,7 @@ def _turn(
     new = cache.add(count, is_split=splits)
     reaches = {
         kind: Reach(
-            cache.shares.held(first),
-            layer_masks(kind, start, start + count, real, _blocks_in(part, start, images)),
+            cache.shares.held(first), layer_masks(kind, start, start + count, real, _blocks_in(part, start, images))
         )
         for kind, first in firsts.items()
     }

@@ -14,10 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import ringspan as rs
 from ringspan.core.arguments import FREE_CHUNK_TOKENS
 from ringspan.torch.layers.blockwise.blocks import Blockwise, mixes_tokens, run_in_blocks
-from ringspan.torch.layers.blockwise.feedforward import (
-    find_feedforwards,
-    free_feedforwards,
-)
+from ringspan.torch.layers.blockwise.feedforward import find_feedforwards, free_feedforwards
 from ringspan.torch.memory.checkpointing import checkpoint_layers
 from ringspan.torch.model.view import view_of
 from tests.torch.models import build, check, kept_bytes, logged, relative, step, tokens

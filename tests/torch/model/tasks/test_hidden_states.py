@@ -15,14 +15,9 @@ from tests.torch.model.tasks.test_classifier import gradients
 from tests.torch.models import relative
 
 SMALL: dict[str, Any] = {
-    "vocab_size": 7,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-}
+    "vocab_size": 7, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
 KINDS: dict[str, dict[str, Any]] = {
     "llama": {},
     "mistral": {"sliding_window": 9},

@@ -184,11 +184,7 @@ def _write(folder: Path, cache: RingCache, number: int, tp: int) -> SavedShare:
     save_file(tensors, path)
     sync_file(path)
     return SavedShare(
-        file=path.name,
-        bytes=path.stat().st_size,
-        sha256=file_digest(path),
-        tp=tp,
-        runs=cache.shares.runs()[cache.rank],
+        file=path.name, bytes=path.stat().st_size, sha256=file_digest(path), tp=tp, runs=cache.shares.runs()[cache.rank]
     )
 
 
