@@ -34,43 +34,27 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# Where each public name is defined. Type checkers read the imports above; a test compares the two and __all__.
-_MODULES = {
-    "ConfigError": "ringspan.core.errors",
-    "CustomLayout": "ringspan.core.geometry.layout",
-    "HostAdamW": "ringspan.torch.memory.host_optimizer",
-    "Layout": "ringspan.core.geometry.layout",
-    "LayoutError": "ringspan.core.errors",
-    "Mask": "ringspan.core.geometry.mask",
-    "MaskError": "ringspan.core.errors",
-    "PeerMismatch": "ringspan.core.errors",
-    "RingspanError": "ringspan.core.errors",
-    "Span": "ringspan.core.geometry.layout",
-    "UnsupportedError": "ringspan.core.errors",
-    "balanced": "ringspan.core.geometry.balanced",
-    "blockwise_cross_entropy": "ringspan.torch.data.cross_entropy",
-    "causal": "ringspan.core.geometry.mask",
-    "chunked": "ringspan.core.geometry.mask",
-    "documents": "ringspan.core.geometry.mask",
-    "frames": "ringspan.core.geometry.mask",
-    "from_pretrained": "ringspan.torch.from_pretrained",
-    "full": "ringspan.core.geometry.mask",
-    "global_sum": "ringspan.torch.model.tasks.hidden_states",
-    "init_mesh": "ringspan.torch.runtime.mesh",
-    "loader": "ringspan.torch.data.loader",
-    "map_mesh": "ringspan.torch.runtime.foreign_mesh",
-    "parallelize": "ringspan.torch.parallelize",
-    "prefix_lm": "ringspan.core.geometry.mask",
-    "ring_attention": "ringspan.torch.attention.op",
-    "sampler": "ringspan.torch.data.loader",
-    "shard": "ringspan.torch.data.sharding",
-    "shard_batch": "ringspan.torch.data.batch",
-    "shard_features": "ringspan.torch.model.tasks.hidden_states",
-    "sliding_window": "ringspan.core.geometry.mask",
-    "token_logprobs": "ringspan.torch.model.tasks.logprobs",
-    "tree": "ringspan.core.geometry.tree",
-    "unshard": "ringspan.torch.data.sharding",
+# Names by the module that defines them. Type checkers read the imports above; a test compares the two and __all__.
+_NAMES = {
+    "core.errors": ("ConfigError", "LayoutError", "MaskError", "PeerMismatch", "RingspanError", "UnsupportedError"),
+    "core.geometry.balanced": ("balanced",),
+    "core.geometry.layout": ("CustomLayout", "Layout", "Span"),
+    "core.geometry.mask": ("Mask", "causal", "chunked", "documents", "frames", "full", "prefix_lm", "sliding_window"),
+    "core.geometry.tree": ("tree",),
+    "torch.attention.op": ("ring_attention",),
+    "torch.data.batch": ("shard_batch",),
+    "torch.data.cross_entropy": ("blockwise_cross_entropy",),
+    "torch.data.loader": ("loader", "sampler"),
+    "torch.data.sharding": ("shard", "unshard"),
+    "torch.from_pretrained": ("from_pretrained",),
+    "torch.memory.host_optimizer": ("HostAdamW",),
+    "torch.model.tasks.hidden_states": ("global_sum", "shard_features"),
+    "torch.model.tasks.logprobs": ("token_logprobs",),
+    "torch.parallelize": ("parallelize",),
+    "torch.runtime.foreign_mesh": ("map_mesh",),
+    "torch.runtime.mesh": ("init_mesh",),
 }
+_MODULES = {name: f"ringspan.{module}" for module, names in _NAMES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:

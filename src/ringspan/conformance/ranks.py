@@ -4,7 +4,7 @@ import math
 import multiprocessing
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from ringspan.conformance.cases import CASES, Setting
+from ringspan.conformance.cases import CASES, Parts, Problem, Setting
 from ringspan.core.messages.lines import one_line
 
 READY: Final = "ready"
@@ -119,7 +119,7 @@ def _serve(
             return
 
 
-def outcome(run: Any, setting: Setting, problem: Any) -> dict[str, tuple[float, float]] | str:
+def outcome(run: Callable[[Setting, Problem], Parts], setting: Setting, problem: Problem) -> Parts | str:
     """Return a case's parts, or what was raised, in one line; what is not implemented says so first."""
     try:
         return run(setting, problem)
@@ -129,11 +129,11 @@ def outcome(run: Any, setting: Setting, problem: Any) -> dict[str, tuple[float, 
         return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def is_unsupported(found: Any) -> bool:
+def is_unsupported(found: object) -> bool:
     return isinstance(found, str) and found.startswith("not supported: ")
 
 
-def joined(found: Sequence[dict[str, tuple[float, float]]]) -> dict[str, float]:
+def joined(found: Sequence[Parts]) -> dict[str, float]:
     """Return errors over all ranks from their parts; infinite if a rank compared nothing, or without a size."""
     names = {name: None for each in found for name in each}
     errors: dict[str, float] = {}

@@ -10,21 +10,8 @@ from typing import TYPE_CHECKING, Any, Final
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import causal
 from ringspan.core.schedule.schedule import make_schedule
-from ringspan.report.drawing import (
-    INK,
-    PAPER,
-    RANK_COLOURS,
-    SOFT,
-    Point,
-    canvas,
-    dress,
-    line,
-    panel,
-    polygons,
-    rectangle,
-    spots,
-    text,
-)
+from ringspan.report import drawing as draw
+from ringspan.report.drawing import INK, PAPER, RANK_COLOURS, SOFT, Point
 from ringspan.report.page import command, element, escaped, page, picture, section, table, write_whole
 from ringspan.report.ring_pictures import ring_picture, travel_picture
 
@@ -212,10 +199,10 @@ def loss_picture(metrics: Sequence[dict[str, Any]], evaluation: Sequence[dict[st
     last = [(name, series[-1]) for name, series in (("train", train), ("eval", evaluated)) if series]
     spoken = "; ".join(f"{name} loss {loss:.4f} at step {step:,.0f}" for name, (step, loss) in last)
     left, top, right, bottom = 66.0, 16.0, 390.0, 226.0
-    figure, page = canvas(500, bottom + 54, f"Loss by step. Last: {spoken}.")
-    axes = panel(figure, (left, top), (right - left, bottom - top), *_limits(train + evaluated))
+    figure, page = draw.canvas(500, bottom + 54, f"Loss by step. Last: {spoken}.")
+    axes = draw.panel(figure, (left, top), (right - left, bottom - top), *_limits(train + evaluated))
     axes.set_axis_on()
-    dress(axes, "step", "loss (nats per token)", 13)
+    draw.dress(axes, "step", "loss (nats per token)", 13)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
@@ -227,12 +214,12 @@ def loss_picture(metrics: Sequence[dict[str, Any]], evaluation: Sequence[dict[st
 
     for colour, series, style in ((RANK_COLOURS[0], train, "-"), (RANK_COLOURS[5], evaluated, (0, (2.5, 2)))):
         points = _thin(series, 500)
-        line(axes, [x for x, _ in points], [y for _, y in points], colour, 2, linestyle=style, gid="curve|")
+        draw.line(axes, [x for x, _ in points], [y for _, y in points], colour, 2, linestyle=style, gid="curve|")
     # More stripes than that are narrower than a pointer.
     if shown := _thin(train, 120):
         middles = [(here + there) / 2 for (here, _), (there, _) in pairwise(shown)]
         edges = [axes.get_xlim()[0], *middles, axes.get_xlim()[1]]
-        spots(axes, edges, (f"step {step:,.0f}: loss {loss:.4f}" for step, loss in shown))
+        draw.spots(axes, edges, (f"step {step:,.0f}: loss {loss:.4f}" for step, loss in shown))
         _draw_marker(page, place(train[-1]), RANK_COLOURS[0], f"step {train[-1][0]:,.0f}: loss {train[-1][1]:.4f}")
     for step, loss in _thin(evaluated, 120):
         title = f"step {step:,.0f}: evaluation loss {loss:.4f}"
@@ -240,7 +227,7 @@ def loss_picture(metrics: Sequence[dict[str, Any]], evaluation: Sequence[dict[st
     # Both curves mostly end near each other, and so would their numbers.
     heights = _apart([place(point)[1] for _, point in last], 17)
     for (name, (_, loss)), y in zip(last, heights, strict=True):
-        text(page, right + 12, y + 4, f"{name} {loss:.3f}", strong=True)
+        draw.text(page, right + 12, y + 4, f"{name} {loss:.3f}", strong=True)
     return figure
 
 
@@ -257,7 +244,7 @@ def _draw_marker(page: "Axes", at: Point, colour: str, title: str, *, diamond: b
     across = 6 if diamond else 4.5
     turns = [0, 1, 2, 3] if diamond else [eighth / 4 for eighth in range(16)]
     corners = [(x + across * cos(turn * pi / 2), y + across * sin(turn * pi / 2)) for turn in turns]
-    polygons(page, [corners], colour, edge=PAPER, kind="marker", title=title)
+    draw.polygons(page, [corners], colour, edge=PAPER, kind="marker", title=title)
 
 
 def memory_picture(memory: Sequence[dict[str, Any]]) -> "Figure":
@@ -268,21 +255,21 @@ def memory_picture(memory: Sequence[dict[str, Any]]) -> "Figure":
     longest = max(measured for _, measured, _ in rows)
     bottom = top + len(rows) * row_height
     spoken = "; ".join(f"ring {ring}: {megabytes(measured)}" for ring, measured, _ in rows)
-    figure, page = canvas(480, bottom + 24, f"Activation memory per rank. {spoken}.")
+    figure, page = draw.canvas(480, bottom + 24, f"Activation memory per rank. {spoken}.")
     for index, (ring, measured, tokens) in enumerate(rows):
         y = top + index * row_height
         beside = [f"{tokens:,} tokens per rank"]
-        text(page, 4, y + 17, f"ring {ring}")
-        rectangle(page, left, y, measured / longest * width, 26, RANK_COLOURS[0], kind="bar")
+        draw.text(page, 4, y + 17, f"ring {ring}")
+        draw.rectangle(page, left, y, measured / longest * width, 26, RANK_COLOURS[0], kind="bar")
         if ring > 1:
             at = left + alone / ring / longest * width
-            line(page, (at, at), (y - 3, y + 29), INK, 2, gid="ideal|")
+            draw.line(page, (at, at), (y - 3, y + 29), INK, 2, gid="ideal|")
             beside.append(f"ideal {megabytes(alone / ring)}")
-        text(page, left + width + 14, y + 6, megabytes(measured), strong=True)
+        draw.text(page, left + width + 14, y + 6, megabytes(measured), strong=True)
         for below, said in enumerate(beside, 1):
-            text(page, left + width + 14, y + 6 + 15 * below, said, SOFT, size=11)
-    line(page, (left + 1, left + 1), (bottom + 2, bottom + 16), INK, 2)
-    text(page, left + 10, bottom + 13, "ideal: ring 1 divided by the number of ranks", SOFT, size=11)
+            draw.text(page, left + width + 14, y + 6 + 15 * below, said, SOFT, size=11)
+    draw.line(page, (left + 1, left + 1), (bottom + 2, bottom + 16), INK, 2)
+    draw.text(page, left + 10, bottom + 13, "ideal: ring 1 divided by the number of ranks", SOFT, size=11)
     return figure
 
 

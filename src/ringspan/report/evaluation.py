@@ -6,22 +6,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ringspan.report.drawing import (
-    GRID,
-    INK,
-    PAPER,
-    RANK_COLOURS,
-    SOFT,
-    canvas,
-    dress,
-    line,
-    panel,
-    polygons,
-    rectangle,
-    spots,
-    svg,
-    text,
-)
+from ringspan.report import drawing as draw
+from ringspan.report.drawing import GRID, INK, PAPER, RANK_COLOURS, SOFT
 from ringspan.report.page import command, element, page, section, table, write_whole
 from ringspan.report.page import picture as drawn
 
@@ -69,27 +55,25 @@ def cells(rows: Sequence[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
     if any("loss" in row for row in rows):
         heads = ["positions", "nats per token", "95% interval", "bits per byte", "documents"]
         return heads, [
-            [
-                f"{row['start']:,} to {row['length'] - 1:,}",
-                f"{row['loss']:.4f}",
-                "-" if row["low"] is None else f"{row['low']:.4f} to {row['high']:.4f}",
-                "-" if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}",
-                f"{row['items']:,}",
-            ]
+            [f"{row['start']:,} to {row['length'] - 1:,}", f"{row['loss']:.4f}", *_interval(row), f"{row['items']:,}"]
             for row in rows
         ]
     depth = ["depth"] * any("depth" in row for row in rows)
     heads = ["tokens", *depth, "accuracy", "95% interval", "items"]
     return heads, [
-        [
-            f"{row['length']:,}",
-            *(f"{row[name]:g}" for name in depth),
-            f"{row['accuracy']:.1%}",
-            f"{row['low']:.1%} to {row['high']:.1%}",
-            f"{row['items']:,}",
-        ]
+        [f"{row['length']:,}", *(f"{row[name]:g}" for name in depth), *_accuracy(row), f"{row['items']:,}"]
         for row in rows
     ]
+
+
+def _accuracy(row: Result) -> tuple[str, str]:
+    return f"{row['accuracy']:.1%}", f"{row['low']:.1%} to {row['high']:.1%}"
+
+
+def _interval(row: Result) -> tuple[str, str]:
+    """Return a loss's interval and its bits per byte, - if unknown."""
+    interval = "-" if row["low"] is None else f"{row['low']:.4f} to {row['high']:.4f}"
+    return interval, "-" if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}"
 
 
 def picture(results: Sequence[Result]) -> "Figure":
@@ -106,7 +90,7 @@ def save_picture(results: Sequence[Result], path: Path) -> None:
     """Write the picture as PNG or SVG, by the file's ending."""
     figure = picture(results)
     if path.suffix == ".svg":
-        path.write_text(svg(figure), encoding="utf-8")
+        path.write_text(draw.svg(figure), encoding="utf-8")
     else:
         figure.savefig(path, dpi=144, facecolor=PAPER)
 
@@ -122,15 +106,15 @@ def curves(results: Sequence[Result], name: str, x_label: str, y_label: str, uni
         for model, result in zip(names, results, strict=True)
     )
     label = f"{y_label} by {x_label}. {spoken}."
-    figure, ground = canvas(460, legend + 18 * len(names) + 4, label)
+    figure, ground = draw.canvas(460, legend + 18 * len(names) + 4, label)
     lengths = sorted({row["length"] for result in results for row in result["rows"]})
     lowest, highest = _limits([row for result in results for row in result["rows"]], name)
     room = 0.25 if len(lengths) == 1 else 0.0
     across = (lengths[0] * (1 - room), lengths[-1] * (1 + room))
-    axes = panel(figure, (left, top), (right - left, bottom - top), across, (lowest, highest))
+    axes = draw.panel(figure, (left, top), (right - left, bottom - top), across, (lowest, highest))
     axes.set_xscale("log", base=2)
     axes.set_axis_on()
-    dress(axes, x_label, y_label, 12)
+    draw.dress(axes, x_label, y_label, 12)
     shown = lengths if len(lengths) < 8 else lengths[:: len(lengths) // 6 + 1]
     axes.set_xticks(shown, [_short(length) for length in shown])
     axes.set_xticks([], minor=True)
@@ -141,19 +125,19 @@ def curves(results: Sequence[Result], name: str, x_label: str, y_label: str, uni
         sure = [row for row in rows if row["low"] is not None]
         if len(sure) > 1:
             band = [(row["length"], row["high"]) for row in sure] + [(row["length"], row["low"]) for row in sure[::-1]]
-            polygons(axes, [band], colour, opacity=0.16, kind="band")
+            draw.polygons(axes, [band], colour, opacity=0.16, kind="band")
         elif sure:
-            line(axes, 2 * [sure[0]["length"]], (sure[0]["low"], sure[0]["high"]), colour, 1)
+            draw.line(axes, 2 * [sure[0]["length"]], (sure[0]["low"], sure[0]["high"]), colour, 1)
         style = {} if at < len(RANK_COLOURS) else {"linestyle": "--"}
         values = [row[name] for row in rows]
-        line(axes, [row["length"] for row in rows], values, colour, 2, gid="curve|", **style)
+        draw.line(axes, [row["length"] for row in rows], values, colour, 2, gid="curve|", **style)
         for row in rows:  # a round line end, not a marker: SVG has markers by reference, and pictures share a ground
             here, value = row["length"], row[name]
-            line(axes, (here, here), (value, value), colour, 6, solid_capstyle="round", gid="dot|")
-        line(ground, (left, left + 18), (legend + 18 * at, legend + 18 * at), colour, 3, **style)
-        text(ground, left + 26, legend + 18 * at + 4, model, size=12)
+            draw.line(axes, (here, here), (value, value), colour, 6, solid_capstyle="round", gid="dot|")
+        draw.line(ground, (left, left + 18), (legend + 18 * at, legend + 18 * at), colour, 3, **style)
+        draw.text(ground, left + 26, legend + 18 * at + 4, model, size=12)
     middles = [(here * there) ** 0.5 for here, there in pairwise(lengths)]
-    spots(
+    draw.spots(
         axes,
         [across[0], *middles, across[1]],
         (f"{length:,} {unit}. {_values(names, results, name, is_share, length)}" for length in lengths),
@@ -174,37 +158,37 @@ def maps(results: Sequence[Result]) -> "Figure":
         if result["rows"]
     )
     width = max(_LEFT + wide * len(lengths) + 16, 300)
-    figure, ground = canvas(width, block * len(names) + 14, f"Accuracy by length and depth. {spoken}.")
+    figure, ground = draw.canvas(width, block * len(names) + 14, f"Accuracy by length and depth. {spoken}.")
     for at, (model, result) in enumerate(zip(names, results, strict=True)):
         top = block * at + 30
         bottom = top + high * len(depths)
-        text(ground, _LEFT, top - 10, model, size=12, strong=True)
+        draw.text(ground, _LEFT, top - 10, model, size=12, strong=True)
         found = {(row["length"], row["depth"]): row for row in result["rows"]}
         for down, depth in enumerate(depths):
             y = top + down * high
-            text(ground, _LEFT - 10, y + high / 2 + 4, f"{depth:.0%}", SOFT, "right", size=11)
+            draw.text(ground, _LEFT - 10, y + high / 2 + 4, f"{depth:.0%}", SOFT, "right", size=11)
             for over, length in enumerate(lengths):
                 _cell(ground, _LEFT + over * wide, y, found.get((length, depth)), model)
         for over, length in enumerate(lengths):
-            text(ground, _LEFT + (over + 0.5) * wide, bottom + 16, _short(length), SOFT, "center", size=11)
-        text(ground, _LEFT, bottom + 32, "length (tokens)", SOFT, size=11)
-        text(ground, 18, top + high * len(depths) / 2, "depth", SOFT, "center", size=11, rotation=90)
+            draw.text(ground, _LEFT + (over + 0.5) * wide, bottom + 16, _short(length), SOFT, "center", size=11)
+        draw.text(ground, _LEFT, bottom + 32, "length (tokens)", SOFT, size=11)
+        draw.text(ground, 18, top + high * len(depths) / 2, "depth", SOFT, "center", size=11, rotation=90)
     return figure
 
 
 def _cell(ground: "Axes", x: float, y: float, row: Result | None, model: str) -> None:
     wide, high = _CELL
     if row is None:
-        rectangle(ground, x + 1, y + 1, wide - 2, high - 2, GRID, kind="cell", title=f"{model}: not measured")
+        draw.rectangle(ground, x + 1, y + 1, wide - 2, high - 2, GRID, kind="cell", title=f"{model}: not measured")
         return
     value = row["accuracy"]
     said = f"{model}, {row['length']:,} tokens, depth {row['depth']:.0%}: {_sure(row, is_share=True)}"
-    rectangle(
+    draw.rectangle(
         ground, x + 1, y + 1, wide - 2, high - 2, RANK_COLOURS[0], opacity=0.06 + 0.94 * value, kind="cell", title=said
     )
     # White on the full colour in both schemes; the ground's own ink where its ground shines through.
     colour = "#fffffe" if value >= _DARK_FROM else INK
-    text(ground, x + wide / 2, y + high / 2 + 4, f"{value:.0%}", colour, "center", size=11)
+    draw.text(ground, x + wide / 2, y + high / 2 + 4, f"{value:.0%}", colour, "center", size=11)
 
 
 def _limits(rows: Sequence[Result], name: str) -> tuple[float, float]:

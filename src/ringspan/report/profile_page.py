@@ -73,13 +73,7 @@ def page(profiles: list[RankProfile], title: str) -> str:
     )
     timeline = element("div", svg(timeline_figure(profiles)), class_="scroll")
     rows = [
-        (
-            p.rank,
-            p.device,
-            f"{p.peak_bytes / 1e6:,.1f}",
-            f"{1e3 * p.step_seconds:,.1f}",
-            f"{1e3 * p.exposed_seconds:,.1f}",
-        )
+        (p.rank, p.device, *(f"{x:,.1f}" for x in (p.peak_bytes / 1e6, 1e3 * p.step_seconds, 1e3 * p.exposed_seconds)))
         for p in profiles
     ]
     return html.page(
@@ -199,16 +193,9 @@ def _stack(axes: "Axes", x: Sequence[float], areas: Mapping[str, Sequence[float]
 
 def _legend(figure: "Figure", axes: "Axes", *, below: bool = False) -> None:
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(
-        handles,
-        labels,
-        loc="outside lower center" if below else "outside upper center",
-        ncols=len(labels),
-        frameon=False,
-        labelcolor=INK,
-        fontsize=9,
-        handlelength=1.5,
-    )
+    place = "outside lower center" if below else "outside upper center"
+    looks = {"frameon": False, "labelcolor": INK, "fontsize": 9, "handlelength": 1.5}
+    figure.legend(handles, labels, loc=place, ncols=len(labels), **looks)
 
 
 def _milliseconds(phases: list[tuple[str, float]]) -> list[tuple[str, float]]:

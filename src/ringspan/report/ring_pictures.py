@@ -13,21 +13,8 @@ from ringspan.core.geometry.mask import Mask
 from ringspan.core.geometry.ranges import Ranges, size, union
 from ringspan.core.geometry.tile import Tile
 from ringspan.core.schedule.schedule import Hop, make_schedule
-from ringspan.report.drawing import (
-    GRID,
-    GROUND,
-    INK,
-    PAPER,
-    RANK_COLOURS,
-    SOFT,
-    Point,
-    canvas,
-    line,
-    panel,
-    polygons,
-    rectangle,
-    text,
-)
+from ringspan.report import drawing as draw
+from ringspan.report.drawing import GRID, GROUND, INK, PAPER, RANK_COLOURS, SOFT, Point
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,22 +33,24 @@ def ring_picture(layout: Layout, mask: Mask, name: str | None = None) -> "Figure
     shares = [100 * count / max(1, sum(pairs)) for count in pairs]
     heading = f"{name or _name(layout, mask)}, {layout.ranks} rank{'s' if layout.ranks > 1 else ''}"
     spoken = ", ".join(f"rank {rank} {share:.1f} %" for rank, share in enumerate(shares))
-    figure, page = canvas(
+    figure, page = draw.canvas(
         440,
         top + side + 34 + _legend_height(layout.ranks),
         f"Who computes what: {heading}, {layout.length:,} positions. Share of the work: {spoken}.",
     )
-    text(page, 4, 18, heading, strong=True)
-    text(page, left + side / 2, 42, "key position", SOFT, "center")
-    text(page, 16, top + side / 2, "query position", SOFT, "center", rotation=90)
+    draw.text(page, 4, 18, heading, strong=True)
+    draw.text(page, left + side / 2, 42, "key position", SOFT, "center")
+    draw.text(page, 16, top + side / 2, "query position", SOFT, "center", rotation=90)
     _draw_position_ticks(page, layout.length, left, top, scale)
     _draw_owner_strips(page, layout, left, top, scale)
-    rectangle(page, left, top, side, side, GROUND)
-    square = panel(figure, (left, top), (side, side), (0, layout.length), (layout.length, 0))
+    draw.rectangle(page, left, top, side, side, GROUND)
+    square = draw.panel(figure, (left, top), (side, side), (0, layout.length), (layout.length, 0))
     for rank in range(layout.ranks):
         for hop in make_schedule(layout, mask, rank).hops:
             _draw_tiles(square, layout, rank, hop, scale)
-    text(page, 4, top + side + 20, "colour: the rank that computes; number: its hop, later is fainter", SOFT, size=11)
+    draw.text(
+        page, 4, top + side + 20, "colour: the rank that computes; number: its hop, later is fainter", SOFT, size=11
+    )
     _draw_work_legend(page, shares, top + side + 34)
     return figure
 
@@ -78,20 +67,20 @@ def travel_picture(layout: Layout, mask: Mask) -> "Figure":
     else:
         total = "one rank: nothing travels"
     bottom = top + layout.ranks * height + 18
-    figure, page = canvas(
+    figure, page = draw.canvas(
         max(440.0, left + layout.ranks * width + 4),
         bottom + 10,
         f"What travels: {_name(layout, mask)}, {layout.ranks} ranks. {total}.",
     )
-    text(page, 4, 18, f"What travels: {_name(layout, mask)}", strong=True)
+    draw.text(page, 4, 18, f"What travels: {_name(layout, mask)}", strong=True)
     for index in range(layout.ranks):
-        text(page, left + (index + 0.5) * width, 40, f"hop {index}", SOFT, "center")
+        draw.text(page, left + (index + 0.5) * width, 40, f"hop {index}", SOFT, "center")
     for schedule in plans:
         y = top + schedule.rank * height
-        text(page, 4, y + 20, f"rank {schedule.rank}", SOFT)
+        draw.text(page, 4, y + 20, f"rank {schedule.rank}", SOFT)
         for hop in schedule.hops:
             _draw_block(page, layout, schedule.rank, hop, left + hop.index * width + 4, y + 6, width - 8)
-    text(page, 4, bottom, total, SOFT, size=11)
+    draw.text(page, 4, bottom, total, SOFT, size=11)
     return figure
 
 
@@ -117,7 +106,7 @@ def _draw_tiles(square: "Axes", layout: Layout, rank: int, hop: Hop, scale: floa
     pieces = list(_pieces(layout, rank, hop))
     if not pieces:
         return
-    polygons(
+    draw.polygons(
         square,
         pieces,
         RANK_COLOURS[rank],
@@ -129,7 +118,7 @@ def _draw_tiles(square: "Axes", layout: Layout, rank: int, hop: Hop, scale: floa
     for piece in pieces:
         if _room(piece) * scale >= 4:
             x, y = _centre(piece)
-            text(square, x, y + 4 / scale, hop.index, anchor="center", size=11, halo=True)
+            draw.text(square, x, y + 4 / scale, hop.index, anchor="center", size=11, halo=True)
 
 
 def _pieces(layout: Layout, rank: int, hop: Hop) -> Iterator[list[Point]]:
@@ -217,8 +206,8 @@ def _draw_position_ticks(page: "Axes", length: int, left: float, top: float, sca
     for position in quarters:
         anchor = "left" if position == 0 else "right" if position == length else "center"
         at = f"{position:,}" if length < 100_000 else f"{position / 1000:,.0f}K"
-        text(page, left + position * scale, top - 18, at, SOFT, anchor, size=11)
-        text(page, left - 16, top + position * scale + 4, at, SOFT, "right", size=11)
+        draw.text(page, left + position * scale, top - 18, at, SOFT, anchor, size=11)
+        draw.text(page, left - 16, top + position * scale + 4, at, SOFT, "right", size=11)
 
 
 def _draw_owner_strips(page: "Axes", layout: Layout, left: float, top: float, scale: float) -> None:
@@ -228,8 +217,8 @@ def _draw_owner_strips(page: "Axes", layout: Layout, left: float, top: float, sc
         for start, stop in union(held):
             title = f"positions {start:,} to {stop - 1:,}: rank {rank}"
             first, extent, colour = start * scale, (stop - start) * scale, RANK_COLOURS[rank]
-            rectangle(page, left + first, top - 12, extent, 8, colour, title=title)
-            rectangle(page, left - 12, top + first, 8, extent, colour, title=title)
+            draw.rectangle(page, left + first, top - 12, extent, 8, colour, title=title)
+            draw.rectangle(page, left - 12, top + first, 8, extent, colour, title=title)
 
 
 def _runs(span: Span, length: int) -> Iterator[tuple[int, int]]:
@@ -251,15 +240,15 @@ def _draw_work_legend(page: "Axes", shares: list[float], top: float) -> None:
     for rank, share in enumerate(shares):
         x, y = 4 + (rank % columns) * pitch, top + rank // columns * 22
         even = x + 60 + 100 / len(shares) / longest * bar
-        text(page, x, y + 12, f"rank {rank}")
-        rectangle(page, x + 60, y, share / longest * bar, 14, RANK_COLOURS[rank])
-        text(page, x + 68 + max(share / longest * bar, even - x - 60), y + 12, f"{share:.1f} %", strong=True)
+        draw.text(page, x, y + 12, f"rank {rank}")
+        draw.rectangle(page, x + 60, y, share / longest * bar, 14, RANK_COLOURS[rank])
+        draw.text(page, x + 68 + max(share / longest * bar, even - x - 60), y + 12, f"{share:.1f} %", strong=True)
         if len(shares) > 1:
-            line(page, (even, even), (y - 2, y + 16), INK, 2)
+            draw.line(page, (even, even), (y - 2, y + 16), INK, 2)
     if len(shares) > 1:
         bottom = top + ceil(len(shares) / columns) * 22
-        line(page, (8, 8), (bottom + 6, bottom + 18), INK, 2)
-        text(page, 16, bottom + 16, f"an even share, {100 / len(shares):.4g} %", SOFT, size=11)
+        draw.line(page, (8, 8), (bottom + 6, bottom + 18), INK, 2)
+        draw.text(page, 16, bottom + 16, f"an even share, {100 / len(shares):.4g} %", SOFT, size=11)
 
 
 def _draw_block(page: "Axes", layout: Layout, rank: int, hop: Hop, x: float, y: float, width: float) -> None:
@@ -268,9 +257,9 @@ def _draw_block(page: "Axes", layout: Layout, rank: int, hop: Hop, x: float, y: 
     present: Ranges = hop.arrives.ranges if hop.index else ((0, tokens),)
     share = f"{100 * size(present) / tokens:.0f} %"
     title = f"hop {hop.index}: rank {rank} computes with {size(present):,} of {tokens:,} tokens of rank {hop.owner}"
-    rectangle(page, x, y, width, 16, GROUND, edge=GRID)
+    draw.rectangle(page, x, y, width, 16, GROUND, edge=GRID)
     for start, stop in present:
-        rectangle(
+        draw.rectangle(
             page,
             x + start / tokens * width,
             y,
@@ -281,4 +270,4 @@ def _draw_block(page: "Axes", layout: Layout, rank: int, hop: Hop, x: float, y: 
             title=title,
         )
     told = "own" if hop.index == 0 else f"r{hop.owner}: {share}" if present else "nothing"
-    text(page, x + width / 2, y + 30, told, SOFT, "center", size=11)
+    draw.text(page, x + width / 2, y + 30, told, SOFT, "center", size=11)

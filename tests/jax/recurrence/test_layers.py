@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import ringspan as rs
-from ringspan.core.recurrence import reference
+from tests.core.recurrence import reference
 from ringspan.jax import recurrence, shard, unshard
 from tests.jax.rings import mesh
 from tests.jax.test_attention import CUSTOM

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ringspan.core.recurrence import reference
+from tests.core.recurrence import reference
 from ringspan.torch.recurrence.rules import (
     DeltaRule,
     Lightning,

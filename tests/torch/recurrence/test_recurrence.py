@@ -15,7 +15,7 @@ from torch import Tensor
 
 import ringspan as rs
 from ringspan.core.geometry.layout import CustomLayout
-from ringspan.core.recurrence.reference import causal_convolution
+from tests.core.recurrence.reference import causal_convolution
 from ringspan.torch.recurrence.current import SequencePass, carried, current_pass, passing
 from ringspan.torch.recurrence.exchange import lend, scan
 from ringspan.torch.recurrence.plan import plan_of

@@ -1,4 +1,4 @@
-"""Layers with a state over a ring's local tokens, token by token; arithmetic as in ``core.recurrence.reference``.
+"""Layers with a state over a ring's local tokens, token by token; arithmetic as in the oracles of the tests.
 
 Each span runs from a zero state, to get its affine map (A, B); the maps are scanned; each span runs again from the
 state that it takes. A document begins with a state of 0, so A of such a span is 0. Values past the length of the layout

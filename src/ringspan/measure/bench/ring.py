@@ -158,14 +158,13 @@ class Copies:
     def receive(self, pending: Sequence[PendingReceive], key: MessageKey) -> Callable[[], None] | None:
         """Start to copy what a message brings."""
         sources = [self._source(key[1], each.spec) for each in pending]
-        if self._stream is None:
+        if self._stream is not None:  # what last used this memory may still be running
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):  # pyright: ignore[reportArgumentType] - None changes no stream
             for each, source in zip(pending, sources, strict=True):
                 each.read().copy_(source)
-            return None
-        self._stream.wait_stream(torch.cuda.current_stream())  # what last used this memory may still be running
-        with torch.cuda.stream(self._stream):
-            for each, source in zip(pending, sources, strict=True):
-                each.read().copy_(source)
+            if self._stream is None:
+                return None
             copied = torch.cuda.Event()
             copied.record()
         buffers = [each.read() for each in pending]  # they belong to the copies until then

@@ -160,13 +160,8 @@ def _slow_ranks(speeds: list[list[dict[str, Any]]], facts: list[dict[str, Any]])
 
 
 def _devices() -> list[dict[str, Any]]:
-    cpu = {
-        "kind": "cpu",
-        "name": describe_machine()["processor"],
-        "cores": num_cores(),
-        "memory_bytes": host_memory_bytes(),
-    }
-    found = [cpu]
+    name = describe_machine()["processor"]
+    found = [{"kind": "cpu", "name": name, "cores": num_cores(), "memory_bytes": host_memory_bytes()}]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
         found.append(

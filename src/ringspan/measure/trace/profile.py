@@ -153,15 +153,8 @@ class Profiler:
                 for h in hops
             ],
             passages=[
-                {
-                    "hop": t.hop,
-                    "is_gradient": t.is_gradient,
-                    "sent_bytes": t.sent_bytes,
-                    "received_bytes": t.received_bytes,
-                    "posted": at(t.posted),
-                    "waited": at(t.waited),
-                    "arrived": at(t.arrived),
-                }
+                {name: getattr(t, name) for name in ("hop", "is_gradient", "sent_bytes", "received_bytes")}
+                | {name: at(getattr(t, name)) for name in ("posted", "waited", "arrived")}
                 for t in transfers
             ],
             **self._memory,

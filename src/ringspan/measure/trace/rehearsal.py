@@ -10,10 +10,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ringspan.core.errors import ConfigError
@@ -161,7 +161,7 @@ class _Timed:
     events: list[tuple[float, int, int]]
 
 
-def _timed_step(step: Any, model: Any, device: torch.device, arrivals: _MadeUp) -> _Timed:
+def _timed_step(step: Callable[[], None], model: nn.Module, device: torch.device, arrivals: _MadeUp) -> _Timed:
     """Run one step; note its layers and when blocks were posted and needed; on a CPU without making blocks up."""
     before = arrivals.seconds
     with recorded() as (transfers, _), _layer_moments(model, device) as layers:
@@ -206,17 +206,17 @@ class _Layers:
 
 
 @contextmanager
-def _layer_moments(model: Any, device: torch.device) -> Iterator[_Layers]:
+def _layer_moments(model: nn.Module, device: torch.device) -> Iterator[_Layers]:
     """Record layers' start and end by hooks in forward, and by those of input and output gradients."""
     layers, handles = _Layers(device), []
 
-    def begin(number: int, module: Any, args: tuple[Tensor, ...]) -> None:
+    def begin(number: int, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         if number not in layers.forward:  # not when it is computed again
             layers.forward[number] = [now(device)]
             if args[0].requires_grad:
                 args[0].register_hook(lambda _: layers.backward[number].append(now(device)))
 
-    def end(number: int, module: Any, args: tuple[Tensor, ...], out: Tensor) -> None:
+    def end(number: int, module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
         if len(layers.forward[number]) == 1:
             layers.forward[number].append(now(device))
             out.register_hook(lambda _: layers.backward.update({number: [now(device)]}))

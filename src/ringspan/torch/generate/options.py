@@ -17,7 +17,7 @@ from ringspan.torch.consistency.forward import check_entries
 from ringspan.torch.data.media import MEDIA, Media, media_of
 from ringspan.torch.data.padding import marked_tokens
 from ringspan.torch.generate.agreed import AgreedCriteria, Clock
-from ringspan.torch.generate.cache.cache import RingCache
+from ringspan.torch.generate.cache.cache import RingCache, check_cache
 from ringspan.torch.generate.cache.identity import reader_of
 from ringspan.torch.generate.positions import whole_positions
 from ringspan.torch.generate.weights import check_weights
@@ -104,14 +104,9 @@ def _asked(config: GenerationConfig, arguments: dict[str, Any], name: str) -> An
 
 def _refuse_options(model: RingModel, config: GenerationConfig, arguments: dict[str, Any]) -> None:
     cache = arguments.get("past_key_values")
-    if cache is not None and not isinstance(cache, RingCache):
-        raise UnsupportedError(
-            f"past_key_values is a {type(cache).__name__}, which is whole on one process; use model.new_cache()"
-        )
+    check_cache(cache)
     if cache is not None and cache.shares.ranks != model.ring_mesh["ring"].size():
         raise UnsupportedError(f"the cache is for a ring of {cache.shares.ranks}; use model.new_cache()")
-    if cache is not None:
-        cache.check_complete()
     for name in ("cache_implementation", "output_attentions", "output_hidden_states"):
         if value := _asked(config, arguments, name):
             remedy = "leave it out, the cache is split over the ring" if "cache" in name else "leave it out"

@@ -19,7 +19,7 @@ from ringspan.torch.consistency.calls import meeting
 from ringspan.torch.consistency.forward import check_entries
 from ringspan.torch.data.media import MEDIA, Media, media_of
 from ringspan.torch.data.padding import marked_tokens
-from ringspan.torch.generate.cache.cache import RingCache
+from ringspan.torch.generate.cache.cache import RingCache, check_cache
 from ringspan.torch.generate.cache.identity import reader_of
 from ringspan.torch.generate.masks import layer_masks, real_runs
 from ringspan.torch.generate.positions import new_positions, new_shifts
@@ -129,10 +129,7 @@ def _check_pass(model: RingModel, asked: CachePass) -> None:
     if not isinstance(ids, Tensor) or ids.ndim != 2 or not ids.numel():
         raise UnsupportedError("input_ids of shape (batch, tokens), at least one, are needed over a cache")
     check_entries("input_ids", ids, model.ring_vocabularies[0])
-    if cache is not None and not isinstance(cache, RingCache):
-        raise UnsupportedError(f"past_key_values is a {type(cache).__name__}; use model.new_cache()")
-    if cache is not None:
-        cache.check_complete()
+    check_cache(cache)
     if cache is not None and use_cache is False:
         raise UnsupportedError("use_cache=False with past_key_values, which the pass would add to; leave one out")
     if not isinstance(keep if keep is not None else 0, int):

@@ -14,8 +14,7 @@ class HostAdamW(torch.optim.AdamW):
     """AdamW with moments and weight copies in host memory; the result is AdamW's.
 
     A step copies gradients there and weights back, one parameter at a time. With ``masters`` the host keeps float32
-    moments
-    and float32 weights that all steps add to; the device gets them rounded to the parameter's dtype.
+    moments and weights that all steps add to; the device gets them rounded to the parameter's dtype.
     """
 
     def __init__(self, params: Any, *, masters: bool = False, **options: Any) -> None:

@@ -8,7 +8,7 @@ import mmap
 import os
 import tempfile
 import weakref
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor, nn
@@ -32,9 +32,9 @@ class Store:
         self.min_bytes = MIN_BYTES if min_bytes is None else min_bytes
         self.folder = folder
         self.parked_bytes = 0  # over all time
-        self._newest: weakref.ref[Any] | None = None
+        self._newest: weakref.ref[_Parked] | None = None
 
-    def put(self, tensor: Tensor) -> Any:
+    def put(self, tensor: Tensor) -> "Tensor | _Parked":
         """Return a stand-in for the tensor, or the tensor itself if it stays."""
         # Parameters are there anyway, and small tensors cost more than they free.
         if isinstance(tensor, nn.Parameter) or tensor.nbytes < max(1, self.min_bytes) or not tensor.is_floating_point():
@@ -46,7 +46,7 @@ class Store:
         self.parked_bytes += tensor.nbytes
         return parked
 
-    def get(self, parked: Any, *, again: bool = False) -> Tensor:
+    def get(self, parked: "Tensor | _Parked", *, again: bool = False) -> Tensor:
         """Return the tensor of ``put``; ``again`` also prefetches it next time."""
         return parked if isinstance(parked, Tensor) else parked.get(again=again)
 

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.packed import split_into_parts
+from ringspan.torch.weights.deferred import held_regions
 
 
 def shard_weights(
@@ -50,13 +51,9 @@ def _take_whole_tensors(model: Any, module: nn.Module, state: dict[str, Any], pr
 
 
 def _as_sharded(given: Tensor, parameter: DTensor) -> DTensor:
-    # The places that torch.distributed.checkpoint plans with, for every kind of sharding.
-    places: Any = parameter.__create_chunk_list__()
     local = given.detach().new_empty(parameter.to_local().shape)
-    for place in places:
-        if local.numel():
-            part = tuple(slice(start, start + size) for start, size in zip(place.offsets, place.sizes, strict=True))
-            local.copy_(given.detach()[part])
+    for region in held_regions(parameter):
+        local.copy_(given.detach()[region])
     return DTensor.from_local(
         local.to(parameter.to_local().device),
         parameter.device_mesh,

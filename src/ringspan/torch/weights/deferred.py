@@ -164,6 +164,15 @@ def region_of(shape: Sequence[int]) -> Region:
     return tuple(slice(0, size) for size in shape)
 
 
+def held_regions(parameter: Any) -> list[Region]:
+    """Return the parts of the whole tensor that this rank's shard holds, in its order."""
+    if not parameter.to_local().numel():
+        return []
+    # The places that torch.distributed.checkpoint plans with, for every kind of sharding.
+    places = parameter.__create_chunk_list__()
+    return [tuple(slice(at, at + n) for at, n in zip(p.offsets, p.sizes, strict=True)) for p in places]
+
+
 def shape_of(region: Region) -> tuple[int, ...]:
     return tuple(each.stop - each.start for each in region)
 

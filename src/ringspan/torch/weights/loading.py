@@ -26,7 +26,7 @@ from transformers.models.auto.modeling_auto import (
 
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.lines import one_line
-from ringspan.torch.weights.deferred import Deferred, part, region_of, sources_of, whole
+from ringspan.torch.weights.deferred import Deferred, held_regions, part, region_of, sources_of, whole
 from ringspan.torch.weights.files import WeightFiles
 from ringspan.torch.weights.finite import refuse_not_finite
 from ringspan.torch.weights.loaded import check_loaded
@@ -205,7 +205,8 @@ def fill_shards(model: nn.Module, sources: dict[str, Deferred]) -> Exception | N
         copies = [axis for axis in copies if mesh.size(axis) > 1]
         if all(mesh.get_local_rank(axis) == 0 for axis in copies) and problem is None:
             try:
-                _read_into(local, source, parameter)
+                for region in held_regions(parameter):
+                    local.copy_(part(source, region))
                 refuse_not_finite([(name, local)])
             except (ConfigError, SafetensorError, OSError, MemoryError, RuntimeError) as error:
                 problem = error
@@ -217,11 +218,3 @@ def fill_shards(model: nn.Module, sources: dict[str, Deferred]) -> Exception | N
         if message is not local and copies:
             local.copy_(message)
     return problem
-
-
-def _read_into(local: Tensor, source: Deferred, parameter: Any) -> None:
-    # The places that torch.distributed.checkpoint plans with, for every kind of sharding.
-    for place in parameter.__create_chunk_list__():
-        if local.numel():
-            region = tuple(slice(start, start + size) for start, size in zip(place.offsets, place.sizes, strict=True))
-            local.copy_(part(source, region))

@@ -213,7 +213,17 @@ class RingCache(Cache):
         self._ids.change(lambda x: x[indices.cpu()])
 
 
-def _layer(cache: RingCache, kind: LayerKind | None, states: int) -> Any:
+def check_cache(cache: object) -> None:
+    """Raise UnsupportedError for another kind of cache, or one left incomplete by a pass."""
+    if isinstance(cache, RingCache):
+        cache.check_complete()
+    elif cache is not None:
+        raise UnsupportedError(
+            f"past_key_values is a {type(cache).__name__}, which is whole on one process; use model.new_cache()"
+        )
+
+
+def _layer(cache: RingCache, kind: LayerKind | None, states: int) -> "RingLayer | StateLayer":
     if not states:
         return RingLayer(cache, kind)
     return StateLayer(states) if kind is None else RingStateLayer(cache, kind, states)
