@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 import ringspan as rs
-from tests.core.recurrence import reference
 from ringspan.jax import recurrence, shard, unshard
+from tests.core.recurrence import reference
 from tests.jax.rings import mesh
 from tests.jax.test_attention import CUSTOM
 

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tests.core.recurrence import reference
 from ringspan.torch.recurrence.rules import (
     DeltaRule,
     Lightning,
@@ -16,6 +15,7 @@ from ringspan.torch.recurrence.rules import (
     StateSpaceDual,
     lightning_attention,
 )
+from tests.core.recurrence import reference
 from tests.torch.recurrence.models import module_of
 
 

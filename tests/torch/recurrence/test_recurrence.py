@@ -15,13 +15,13 @@ from torch import Tensor
 
 import ringspan as rs
 from ringspan.core.geometry.layout import CustomLayout
-from tests.core.recurrence.reference import causal_convolution
 from ringspan.torch.recurrence.current import SequencePass, carried, current_pass, passing
 from ringspan.torch.recurrence.exchange import lend, scan
 from ringspan.torch.recurrence.plan import plan_of
 from ringspan.torch.recurrence.recurrence import convolution, recurrence
 from ringspan.torch.transport.exchange import COUNTERS
 from tests import cases
+from tests.core.recurrence.reference import causal_convolution
 from tests.torch.models import relative
 from tests.torch.recurrence.layers import LAYERS, inputs
 from tests.torch.recurrence.models import module_of
