@@ -1,4 +1,4 @@
-"""Tiny configs of models that have layers with a state, or convolutions, which give their sizes names of their own."""
+"""Tiny configs of models with a state, convolutions or an index, which give their sizes names of their own."""
 
 from typing import Any, Final
 
@@ -78,12 +78,36 @@ HYBRIDS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+_LATENT = {
+    "num_key_value_heads": 4, "kv_lora_rank": 12, "q_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 10,
+    "v_head_dim": 6, "index_topk": 7, "index_head_dim": 12, "index_n_heads": 3, "n_routed_experts": 4, "n_group": 1,
+    "topk_group": 1, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+}  # fmt: skip
+_SHARED = _LATENT | {"indexer_types": ["full", "shared"] * 2, "mlp_layer_types": ["dense", "sparse"] * 2}
+_UNGROUPED = {"first_k_dense_replace": 2, "n_group": None, "topk_group": None, "gated_norm_rank": 4}
+_SLIDING = {
+    "num_hidden_layers": 6, "layer_types": ["indexed_attention", "sliding_attention", "full_attention"] * 2,
+    "mlp_layer_types": ["dense", "dense", *["sparse"] * 4], "head_dim": 18, "sliding_window": 6,
+    "shared_experts_intermediate_size": 16, "swa_num_attention_heads": 2, "swa_num_key_value_heads": 2,
+    "swa_q_lora_rank": 16, "swa_kv_lora_rank": 12, "swa_head_dim": 18, "swa_qk_nope_head_dim": 10, "swa_v_head_dim": 8,
+}  # fmt: skip
+# Models whose queries attend to the keys that an index chooses: fewer than a test's tokens.
+INDEXED: dict[str, dict[str, Any]] = {
+    "deepseek_v32": _LATENT | {"first_k_dense_replace": 2},
+    "glm_moe_dsa": _SHARED,
+    "hy_v4": _SHARED | {"hc_mult": 2},
+    "axk2": _LATENT | _UNGROUPED,
+    "dots3_note_text": _LATENT | _SLIDING,
+}
+
+
 def hybrid_config(kind: str, **changes: Any) -> Any:
     """Tiny sizes, at least two layers of each sort and no dropout."""
     usual = CONFIG_MAPPING[kind]()
+    usual.allow_global_per_layer_attribute_access = True
     values = {name: value for name, value in _ALL.items() if hasattr(usual, name)}
     values |= {name: 0.0 for name in DROPOUTS if hasattr(usual, name)}
-    values |= HYBRIDS[kind] | changes
+    values |= (HYBRIDS | INDEXED)[kind] | changes
     made = CONFIG_MAPPING[kind](**{name: value for name, value in values.items() if value is not None})
     made._attn_implementation = made._experts_implementation = "eager"  # others know no float64
     return made

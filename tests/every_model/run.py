@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 import ringspan as rs
 from ringspan.measure.machine import describe_machine
 from ringspan.plan.model.configs import from_config
-from ringspan.torch.layers.decoder import STATEFUL_LAYERS, text_config
+from ringspan.torch.layers.decoder import STATEFUL_LAYERS, has_index, text_config
 from ringspan.torch.model.support import refuse_config, refuse_unsupported
 from ringspan.torch.model.view import view_of
 from ringspan.torch.runtime.forks import serve_forks
@@ -71,7 +71,8 @@ def one_process(kind: str, dtype: torch.dtype, *, is_packed: bool) -> dict[str, 
 
 def _one_process(model: Any, tokens: torch.Tensor, dtype: torch.dtype, *, is_packed: bool) -> dict[str, Any]:
     if dtype == torch.float64:
-        model = in_float64_of(model) if has_states(model.config) else model.to(dtype)
+        is_wide = has_states(model.config) or has_index(text_config(model.config))
+        model = in_float64_of(model) if is_wide else model.to(dtype)
         model.set_experts_implementation("eager")  # the others know no float64
     parts = tokens.split(DOCUMENTS, 1) if is_packed else (tokens,)
     logits = torch.cat([model(**read(model, part), use_cache=False).logits for part in parts], 1)

@@ -20,7 +20,7 @@ from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsag
 
 from ringspan.hf import RingConfig, RingTrainerMixin
 from ringspan.torch.model.saving import whole_weights
-from tests.every_model.hybrids import HYBRIDS
+from tests.every_model.hybrids import HYBRIDS, INDEXED
 from tests.torch.models import build
 from tests.torch.recurrence.models import build as build_stateful
 
@@ -111,7 +111,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def made(model: str) -> Any:
     """A kind of model; behind a plus sign, with the auxiliary loss of its router."""
     kind, _, router = model.partition("+")
-    if kind in HYBRIDS:
+    if kind in HYBRIDS | INDEXED:
         return build_stateful(kind, torch.float32)
     return build(kind, **({"output_router_logits": True} if router else {}))
 

@@ -11,11 +11,17 @@ from transformers import AutoModel
 
 @lru_cache
 def in_float64(kind: type) -> dict[str, Any]:
-    """What the module of a class has, made anew from its source with float64 wherever that says float32."""
+    """What the module of a class has, made anew from its source with float64 wherever that says float32.
+
+    An index chooses the first of equal scores.
+    """
     module = sys.modules[kind.__module__]
     with open(str(module.__file__), encoding="utf-8") as file:
         source = file.read()
     source = re.sub(r"\.float\(\)", ".double()", source.replace("torch.float32", "torch.float64"))
+    # Of equal scores torch takes any; which one may depend on the length of the row.
+    ordered = "index_scores.sort(dim=-1, descending=True, stable=True).indices[..., :topk]"
+    source = source.replace("index_scores.topk(topk, dim=-1).indices", ordered)
     copy = types.ModuleType(module.__name__)
     copy.__package__, copy.__file__ = module.__package__, module.__file__
     exec(compile(source, str(module.__file__), "exec"), vars(copy))

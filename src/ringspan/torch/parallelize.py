@@ -44,6 +44,7 @@ from ringspan.torch.memory.sharding import shard_weights
 from ringspan.torch.memory.shared_blocks import join_shared_blocks
 from ringspan.torch.model.adapters import adapter_facts, base_of, put_on_ring
 from ringspan.torch.model.attention.function import register_attention
+from ringspan.torch.model.attention.indexed import choosing_modules, take_over_index
 from ringspan.torch.model.attention.own import take_over_attention
 from ringspan.torch.model.config_changes import copy_configs, deciding_fields
 from ringspan.torch.model.recurrent import hook_stateful
@@ -230,7 +231,10 @@ def _agreed(given: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> tup
 def _attend_over_ring(parts: Parts, ring: ProcessGroup, config: StepConfig) -> None:
     """Let the decoder's attention modules call ``ring_attention``, and number tokens by their global positions."""
     decoder, own = cast("Any", parts.view.decoder), parts.view.own_attention
-    implementation = register_attention(type(decoder).__name__, ring, layer_kinds(decoder.config), config)
+    choosing = choosing_modules(decoder)
+    kinds = layer_kinds(decoder.config)
+    implementation = register_attention(type(decoder).__name__, ring, kinds, config, is_indexed=bool(choosing))
+    take_over_index(choosing)
     if own:  # transformers does not set one for these
         decoder.config._attn_implementation = implementation
         take_over_attention(own, implementation)

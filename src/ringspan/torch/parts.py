@@ -21,6 +21,7 @@ from ringspan.torch.layers.compiled import check_compile
 from ringspan.torch.layers.router_loss import RouterLoss, find_router_loss, no_router_loss
 from ringspan.torch.layers.view import ModelView
 from ringspan.torch.memory.checkpointing import check_checkpointing
+from ringspan.torch.model.attention.indexed import refuse_indexed
 from ringspan.torch.model.attention.own import refuse_compiled
 from ringspan.torch.model.recurrent import refuse_spans
 from ringspan.torch.model.splittable import refuse_cast
@@ -119,6 +120,7 @@ def _refuse_options(view: ModelView, mesh: DeviceMesh, config: StepConfig) -> No
     layered = decoder if view.head is None else model
     check_checkpointing(layered, config.checkpoint, config.offload, config.layers_per_checkpoint)
     refuse_compiled(view, config.compile)
+    refuse_indexed(view, config, tp)
     check_compile(decoder, config, is_stateful=bool(view.stateful))
 
 

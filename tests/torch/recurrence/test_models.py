@@ -1,4 +1,4 @@
-"""Models with states and convolutions on the ring against themselves on one process: loss and every gradient."""
+"""Models with states, convolutions or an index on the ring against themselves on one process: loss and gradients."""
 
 from itertools import accumulate, pairwise
 from typing import Any
@@ -12,7 +12,7 @@ import ringspan as rs
 from ringspan.torch.model.support import refuse_unsupported
 from ringspan.torch.model.view import view_of
 from tests.cases import long
-from tests.every_model.hybrids import HYBRIDS
+from tests.every_model.hybrids import HYBRIDS, INDEXED
 from tests.torch.models import relative, whole_gradients
 from tests.torch.recurrence.models import build
 from tests.torch.test_parallelize import restarting
@@ -73,12 +73,16 @@ def worst(found: Any, expected: Any) -> float:
 
 LAYOUTS = [(2, "zigzag"), (3, "contiguous"), (4, "zigzag"), (1, "zigzag"), (4, "contiguous"), (3, "zigzag")]
 KINDS = [*enumerate(HYBRIDS)]
+CHOOSING = [*enumerate(INDEXED, 1)]  # of fewer keys than there are
+WHOLE, APART = KINDS[8::6], KINDS[::6] + CHOOSING
 # Documents that start and end anywhere, among them ones that are shorter than a convolution and whole spans.
 SHORT = [[5, 26], [31], [2, 2, 27], [30, 1]]
 PACKED = [[7, 1, 2, 14, 3, 12], [39]], [[20, 19], [20, 19]], [[1, 38], [36, 3]]
 
 
-@pytest.mark.parametrize(("number", "kind"), [*KINDS[8::6], *long(*(x for x in KINDS if x not in KINDS[8::6]))])
+@pytest.mark.parametrize(
+    ("number", "kind"), [*KINDS[8::6], *long(*CHOOSING, *(x for x in KINDS if x not in KINDS[8::6]))]
+)
 def test_loss_and_gradients_equal_one_process_in_float64(pool, number, kind):
     ids = batch_of(2, 37)
     expected = one_process(kind, torch.float64, ids)
@@ -87,14 +91,17 @@ def test_loss_and_gradients_equal_one_process_in_float64(pool, number, kind):
         assert worst(found, expected) < 1e-9
 
 
-def test_a_row_of_padding_alone_changes_no_other(pool):
+@pytest.mark.parametrize("kind", ["qwen3_next", "deepseek_v32"])
+def test_a_row_of_padding_alone_changes_no_other(pool, kind):
     ids, mask = batch_of(2, 37), torch.tensor([[0], [1]]).expand(2, 37)
-    expected = one_process("qwen3_next", torch.float64, ids[1:])
-    for found in pool.run(on_a_ring, 2, "qwen3_next", torch.float64, "zigzag", ids, {"mask": mask}):
+    expected = one_process(kind, torch.float64, ids[1:])
+    for found in pool.run(on_a_ring, 2, kind, torch.float64, "zigzag", ids, {"mask": mask}):
         assert worst(found, expected) < 1e-9
 
 
-@pytest.mark.parametrize(("number", "kind"), [*KINDS[::6], *long(*(x for x in KINDS if x not in KINDS[::6]))])
+@pytest.mark.parametrize(
+    ("number", "kind"), [*KINDS[::6], *CHOOSING, *long(*(x for x in KINDS if x not in KINDS[::6]))]
+)
 def test_packed_documents_equal_each_alone(pool, number, kind):
     ids, documents = batch_of(2, 39), PACKED[number % len(PACKED)]
     expected = one_process(kind, torch.float64, ids, documents)
@@ -120,6 +127,9 @@ def test_float32_is_as_close_to_float64_as_one_process(pool, number, kind):
         ("kimi_linear", 2, 1, {"checkpoint": "none"}),
         ("minimax", 3, 1, {"checkpoint": "full"}),
         ("lfm2", 2, 1, {"layers_per_checkpoint": 2}),
+        ("glm_moe_dsa", 4, 2, {"layout": "balanced", "checkpoint": "full", "documents": SHORT, "accumulate": 2}),
+        ("hy_v4", 3, 1, {"layers_per_checkpoint": 3, "documents": SHORT}),
+        ("deepseek_v32", 2, 1, {"layout": "striped", "checkpoint": "none"}),
         ("mamba2", 2, 1, {"offload": "activations"}),
         *long(
             ("jamba", 2, 1, {"accumulate": 2, "documents": SHORT}),
@@ -139,10 +149,16 @@ def refused(mesh: Any, kind: str, options: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "tp", "message"), [({"layout": "striped"}, 1, "use zigzag or contiguous"), ({}, 2, "use tp=1")]
+    ("kind", "options", "tp", "message"),
+    [
+        ("qwen3_next", {"layout": "striped"}, 1, "use zigzag or contiguous"),
+        ("qwen3_next", {}, 2, "use tp=1"),
+        ("deepseek_v32", {"compile": "eager"}, 1, "use compile=False"),
+        ("deepseek_v32", {"comm_dtype": "int8"}, 1, "use exact"),
+    ],
 )
-def test_what_is_not_supported_raises_on_every_rank(pool, options, tp, message):
-    for outcome in pool.outcomes(refused, 2, "qwen3_next", options, tp=tp):
+def test_what_is_not_supported_raises_on_every_rank(pool, kind, options, tp, message):
+    for outcome in pool.outcomes(refused, 2, kind, options, tp=tp):
         assert isinstance(outcome, rs.RingspanError)
         assert message in str(outcome)
 

@@ -22,7 +22,7 @@ from ringspan.plan.model.layers import LayerRun, first_alike, is_norm, kept_of, 
 from ringspan.plan.model.scans import scan_of
 from ringspan.plan.model.shapes import ModelShape
 from ringspan.torch.layers.decoder import LayerKind as Seen
-from ringspan.torch.layers.decoder import decoder_of, layer_kinds, layers_of, text_config
+from ringspan.torch.layers.decoder import decoder_of, has_index, layer_kinds, layers_of, text_config
 from ringspan.torch.layers.positions import num_learned_positions, num_trained_positions
 from ringspan.torch.layers.rope import is_rotary
 from ringspan.torch.model.recurrent import stateful_modules
@@ -79,6 +79,10 @@ def built(auto: Any, values: Mapping[str, Any], name: str) -> Any:
         kind = values["model_type"]
         raise ConfigError(f"{name}: transformers builds no {kind} model of its config: {one_line(error)}") from error
     refuse_config(model.config)
+    if has_index(text_config(model.config)):
+        raise UnsupportedError(
+            f"{name}: the planner does not count an index that chooses keys; measure a few steps with ringspan train"
+        )
     return model
 
 

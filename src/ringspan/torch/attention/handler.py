@@ -3,12 +3,13 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Final
+from typing import Final, TypeVar, cast
 
 from torch import Tensor
 
-Results = tuple[Tensor, Tensor]
-"""out and lse of a forward pass."""
+Results = tuple[Tensor, ...]
+"""out and lse of a forward pass, and of an index what it chose."""
+_Results = TypeVar("_Results", bound=Results)
 Handler = Callable[[Callable[[], Results]], Results]
 
 _current: Final[ContextVar[Handler | None]] = ContextVar("handler", default=None)
@@ -24,7 +25,7 @@ def handling(handler: Handler) -> Iterator[None]:
         _current.reset(before)
 
 
-def handled(compute: Callable[[], Results]) -> Results:
+def handled(compute: Callable[[], _Results]) -> _Results:
     """Return the results of ``compute``, or of the handler around it."""
     handler = _current.get()
-    return compute() if handler is None else handler(compute)
+    return compute() if handler is None else cast("_Results", handler(compute))

@@ -131,7 +131,7 @@ def _compute(
 ) -> tuple[Tensor, Tensor]:
     # Without autocast, so that sums stay in float32.
     with one_at_a_time(group_of(asked.group)), torch.autocast(q.device.type, enabled=False):
-        ring, ulysses = _prepare("forward", q, k, v, sinks, slopes, asked)
+        ring, ulysses = prepare("forward", q, k, v, sinks, slopes, asked)
         return ulysses.forward(ring, q, k, v, sinks) if ulysses else forward(ring, q, k, v, sinks)
 
 
@@ -151,7 +151,7 @@ def _backward(
     inputs = dout, q, k, v, out, lse
     # Autocast: of a backward pass that is called in its region.
     with one_at_a_time(group_of(asked.group)), torch.autocast(q.device.type, enabled=False):
-        ring, ulysses = _prepare("backward", q, k, v, sinks, slopes, asked)
+        ring, ulysses = prepare("backward", q, k, v, sinks, slopes, asked)
         dsinks = q.new_empty(0) if sinks is None else sink_gradient(dout, out, lse, sinks)
         return *(ulysses.backward(ring, *inputs) if ulysses else backward(ring, *inputs)), dsinks
 
@@ -202,7 +202,7 @@ def group_of(name: str) -> dist.ProcessGroup | None:
     return c10d._resolve_process_group(name) if name else None  # pyright: ignore
 
 
-def _prepare(
+def prepare(
     what: str, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, spec: AttentionSpec
 ) -> tuple[Ring, Ulysses | None]:
     """Return this rank's part in a pass, after all ranks agree on it."""

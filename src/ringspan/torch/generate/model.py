@@ -27,7 +27,7 @@ from ringspan.torch.generate.options import agreed_options, cache_bytes
 from ringspan.torch.generate.passes import CachePass, agreed_pass, over_cache, unchecked
 from ringspan.torch.generate.weights import weights_for_tokens
 from ringspan.torch.layers.cache_names import cache_name, given_cache
-from ringspan.torch.layers.decoder import cached_kinds, cached_states
+from ringspan.torch.layers.decoder import cached_kinds, cached_states, has_index
 from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.view import RingModel, decoder_on_ring
 from ringspan.torch.memory.sharding import recover, settle
@@ -190,6 +190,11 @@ def refuse_states(model: RingModel) -> None:
         raise UnsupportedError(
             f"{class_name(model)} does not generate on a ring: its attention has ALiBi, which a pass over a cache does "
             "not compute yet; save the model with save_pretrained and generate on one process"
+        )
+    if has_index(decoder.config):
+        raise UnsupportedError(
+            f"{class_name(model)} does not generate on a ring: the keys of its index are in no cache of a ring "
+            "yet; save the model with save_pretrained and generate on one process"
         )
     if model.ring_stateful and (reason := why_no_cache(decoder)):
         raise UnsupportedError(

@@ -28,6 +28,17 @@ STATEFUL_LAYERS: Final = frozenset({"linear_attention", "mamba", "conv", "hybrid
 _WITHOUT_ATTENTION: Final = STATEFUL_LAYERS - {"hybrid", "hybrid_sliding"} | {"moe", "mlp"}
 
 
+INDEXED_LAYER: Final = "indexed_attention"
+INDEXED_MODELS: Final = frozenset({"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"})
+"""Types whose queries attend to the keys that an index chooses, as ``ringspan.torch.model.attention.indexed`` does."""
+
+
+def has_index(config: PreTrainedConfig) -> bool:
+    """Return True if a decoder's config has layers with an index that a ring computes."""
+    types = getattr(config, "layer_types", None) or ()
+    return config.model_type in INDEXED_MODELS and INDEXED_LAYER in types
+
+
 def has_attention(config: PreTrainedConfig) -> bool:
     types = getattr(config, "layer_types", None)
     return not types or any(kind not in _WITHOUT_ATTENTION for kind in types)

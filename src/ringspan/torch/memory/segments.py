@@ -192,7 +192,6 @@ def _replaying(store: Store, kept: list[tuple[Any, ...]], *, again: bool = False
     def replay(compute: Callable[[], Results]) -> Results:
         if not kept:
             raise RuntimeError("checkpointed layers can be differentiated once; compute the loss again")
-        out, lse = (store.get(x, again=again) for x in kept.pop(0))
-        return out, lse
+        return tuple(store.get(x, again=again) for x in kept.pop(0))
 
     return handling(replay)

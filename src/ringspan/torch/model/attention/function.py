@@ -19,6 +19,7 @@ from ringspan.torch.attention.traced import layer_attention, mask_of
 from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.layers.cache_names import NAMES
 from ringspan.torch.layers.decoder import LayerKind
+from ringspan.torch.model.attention.indexed import ChoosingAttention, Rows, attend_to_chosen
 from ringspan.torch.model.forward_arguments import UNSAID, Unsaid, check_attention
 from ringspan.torch.model.local_pass import Packed
 from ringspan.torch.multimodal.token_types import Blocks
@@ -31,10 +32,13 @@ TAKE_MASKS: Final = ("MptModel",)  # decoders that call a method of their mask, 
 _OVER_CACHE: Final = ("use_cache", *NAMES, "logits_to_keep")
 
 
-def register_attention(decoder: str, ring: dist.ProcessGroup, kinds: tuple[LayerKind, ...], config: StepConfig) -> str:
+def register_attention(
+    decoder: str, ring: dist.ProcessGroup, kinds: tuple[LayerKind, ...], config: StepConfig, *, is_indexed: bool = False
+) -> str:
     """Register this ring as an attention implementation for a kind of decoder and return its name.
 
-    ``kinds`` is the config's kind of each layer; a layer that asks for another is refused.
+    ``kinds`` is the config's kind of each layer; a layer that asks for another is refused. The index of ``is_indexed``
+    decoders takes the mask apart, which has no meaning on a ring.
     """
     masked: set[int | None] = set()  # windows of the masks that the decoder has made, None for one without
 
@@ -61,9 +65,15 @@ def register_attention(decoder: str, ring: dist.ProcessGroup, kinds: tuple[Layer
         turn = None if is_program else current_turn()
         if turn is not None:
             kwargs = {name: value for name, value in kwargs.items() if name not in _OVER_CACHE}
-        check_attention(module, kwargs | {"attention_mask": attention_mask, "dropout": dropout})
+        choice = kwargs.pop("indices", None) if isinstance(module, ChoosingAttention) else None
+        given = None if is_indexed else attention_mask
+        check_attention(module, kwargs | {"attention_mask": given, "dropout": dropout})
         kind = _kind_of_layer(module, kinds, sliding_window, masked)
         asked = _Asked(scaling, softcap, s_aux, alibi_slopes)
+        if choice is not None:
+            assert scaling is not None, "MLA gives its own"
+            rows = _rows(ring_packed, query.shape[2] * dist.get_world_size(ring), kind, config)
+            return attend_to_chosen(module, query, key, choice, rows, ring, scaling, s_aux), None
         if turn is not None:
             out = _over_cache(module, (query, key, value), turn, kind, asked, config)
         elif is_program and not _has_temperature(module):
@@ -81,6 +91,8 @@ def register_attention(decoder: str, ring: dist.ProcessGroup, kinds: tuple[Layer
                 "attention_mask of a sharded batch cannot be honoured; make the batch with rs.shard_batch"
             )
         masked.add(local_size)
+        if is_indexed and local_size is None:
+            return torch.zeros(1, 1, 1, 1, dtype=torch.bool)
         return torch.zeros(()) if decoder in TAKE_MASKS else None
 
     settings = decoder, config.layout, ring.group_name, config.route, config.comm_dtype, config.kernel, kinds
@@ -147,18 +159,11 @@ def _over_ring(
             layout = batch_layout(config.layout, length, dist.get_world_size(ring))
             positions = torch.from_numpy(layout.positions(dist.get_rank(ring)))[None]
         qkv = _warmed(module, qkv[0], positions), *qkv[1:]
-    documents_of: Sequence[tuple[int, ...] | None] = (None,)
-    blocks_of: Sequence[Blocks] = ((),)
-    split = None
-    if packed:
-        split = packed.split
-        packed.is_seen, documents_of, blocks_of = True, packed.rows, packed.blocks
-    rows = [slice(None)] if len(documents_of) == 1 else [slice(row, row + 1) for row in range(len(documents_of))]
     parts = [
         ring_attention(
             *(x[part] for x in qkv),
-            mask=mask_of(length, lengths, kind.window, kind.chunk, blocks),
-            layout=config.layout if split is None else split.of_row(row),  # pyright: ignore[reportArgumentType]
+            mask=mask,
+            layout=layout,
             group=ring,
             scale=asked.scale,
             softcap=asked.softcap,
@@ -168,9 +173,28 @@ def _over_ring(
             comm_dtype=config.comm_dtype,
             kernel=config.kernel,
         )
-        for row, (part, lengths, blocks) in enumerate(zip(rows, documents_of, blocks_of, strict=True))
+        for part, mask, layout in _rows(packed, length, kind, config)
     ]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).transpose(1, 2)
+
+
+def _rows(packed: Packed | None, length: int, kind: LayerKind, config: StepConfig) -> list[Rows]:
+    """Return the rows that one attention computes, with their documents' mask and their layout."""
+    documents_of: Sequence[tuple[int, ...] | None] = (None,)
+    blocks_of: Sequence[Blocks] = ((),)
+    split = None
+    if packed:
+        split = packed.split
+        packed.is_seen, documents_of, blocks_of = True, packed.rows, packed.blocks
+    rows = [slice(None)] if len(documents_of) == 1 else [slice(row, row + 1) for row in range(len(documents_of))]
+    return [
+        Rows(
+            part,
+            mask_of(length, lengths, kind.window, kind.chunk, blocks),
+            config.layout if split is None else split.of_row(row),  # pyright: ignore[reportArgumentType]
+        )
+        for row, (part, lengths, blocks) in enumerate(zip(rows, documents_of, blocks_of, strict=True))
+    ]
 
 
 def _kind_of_layer(

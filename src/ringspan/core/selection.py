@@ -1,0 +1,83 @@
+"""Keys that an index chooses for each query (DeepSeek-V3.2): ranges to choose from, a float64 oracle, and costs.
+
+A selection is data: int32 positions (B, T, k), -1 where a query sees fewer keys than k, in no particular order.
+T queries, S keys, H heads of the index, D its head size.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ringspan.core.errors import MaskError
+from ringspan.core.geometry.mask import Mask
+
+Integers = NDArray[np.int64]
+
+
+class Seen(NamedTuple):
+    """Keys [first, stop) that each query sees, by position; empty for padding. Shapes (T,)."""
+
+    first: Integers
+    stop: Integers
+
+    @property
+    def counts(self) -> Integers:
+        return self.stop - self.first
+
+
+def seen_by(mask: Mask, positions: Integers, length: int) -> Seen:
+    """Return the range of keys that each query of these positions sees in a sequence of ``length`` tokens.
+
+    Raises:
+        MaskError: some query sees keys of several regions of the mask.
+    """
+    table = mask.table(length, length)
+    table = table[np.argsort(table[:, 0], kind="stable")]
+    if (table[1:, 0] < table[:-1, 1]).any():
+        raise MaskError(f"an index chooses among one range of keys for each query; use causal or documents, not {mask}")
+    if not len(table):
+        return Seen(np.zeros_like(positions), np.zeros_like(positions))
+    q0, q1, k0, k1, lo, hi = table[np.searchsorted(table[:, 0], positions, side="right").clip(1) - 1].T
+    first, stop = np.maximum(k0, positions - hi), np.minimum(k1, positions - lo + 1)
+    sees = (q0 <= positions) & (positions < q1) & (first < stop)
+    return Seen(np.where(sees, first, 0), np.where(sees, stop, 0))
+
+
+def index_scores(
+    q: NDArray[np.float64], k: NDArray[np.float64], weights: NDArray[np.float64], scale: float
+) -> NDArray[np.float64]:
+    """``sum_h weights_h relu(scale q_h k)``: q (T, H, D), k (S, D), weights (T, H) -> (T, S)."""
+    products = np.maximum(scale * np.einsum("thd,sd->ths", q, k), 0.0)
+    return np.einsum("th,ths->ts", weights, products)
+
+
+def chosen_keys(scores: NDArray[np.float64], seen: Seen, topk: int) -> NDArray[np.int32]:
+    """Return the ``topk`` best of the keys that each query sees, of equal ones the first: (T, S) -> (T, topk)."""
+    chosen = np.full((len(scores), topk), -1, np.int32)
+    for row, first, stop in zip(range(len(scores)), *seen, strict=True):
+        best = np.argsort(-scores[row, first:stop], kind="stable")[:topk]
+        chosen[row, : len(best)] = first + best
+    return chosen
+
+
+def allowed_by(chosen: NDArray[np.int32], num_keys: int) -> NDArray[np.bool_]:
+    """Return a selection (..., k) as a mask (..., S), as ``ringspan.core.reference.attention`` takes it."""
+    one_more = np.zeros((*chosen.shape[:-1], num_keys + 1), np.bool_)
+    np.put_along_axis(one_more, np.where(chosen < 0, num_keys, chosen).astype(np.int64), True, axis=-1)
+    return one_more[..., :num_keys]
+
+
+class IndexCost(NamedTuple):
+    """Work of some queries in a layer with an index, forward."""
+
+    scored_pairs: int
+    """Pairs that the index scores, ``2 H D`` FLOPs each: none of a query that sees at most ``topk`` keys."""
+    chosen_pairs: int
+    """Pairs that attention computes, 2 FLOPs for each number of a key and of a value of each of its heads."""
+
+
+def index_cost(seen: Seen, topk: int) -> IndexCost:
+    """Return the cost of queries that see these keys; of one rank's to balance, of all for a layer."""
+    counts = seen.counts
+    return IndexCost(int(counts[counts > topk].sum()), int(np.minimum(counts, topk).sum()))

@@ -1,0 +1,161 @@
+"""An index's choice of keys, and attention to them, on one device and in chunks of queries.
+
+The choice follows one total order: by score in float32, then the lower position. One integer holds both, so that every
+rank, chunk and recomputation chooses the same keys, also among scores that are equal (ReLU makes many exact zeros).
+T queries, n keys in order of position, k chosen keys, H heads, D key size, E value size.
+"""
+
+from collections.abc import Iterator
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+_KEYS_AT_ONCE: Final = 2**23
+"""Scores of a chunk of queries."""
+_PRODUCTS_AT_ONCE: Final = 2**21
+"""Products of all heads of the index before they are summed."""
+_NUMBERS_AT_ONCE: Final = 2**21
+"""Numbers of chosen keys that are copied for a chunk of queries."""
+_LAST: Final = 2**31 - 1
+_NEVER: Final = torch.iinfo(torch.int64).min
+"""Below the order of every score, -inf and NaN included."""
+
+
+class IndexInputs(NamedTuple):
+    """Inputs of an index's scores, ``sum_h weights_h relu(scale q_h k)``."""
+
+    q: Tensor
+    """Queries (B, T, H, D)."""
+    k: Tensor
+    """Keys (B, n, D)."""
+    weights: Tensor
+    """Of the heads, float32 (B, T, H)."""
+    scale: float
+    topk: int
+
+
+def ordered(scores: Tensor, columns: Tensor) -> Tensor:
+    """Return integers that order scores, and equal ones by descending column: the largest is the first to choose."""
+    bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes 0.0, which it equals
+    rising = torch.where(bits < 0, bits ^ _LAST, bits).to(torch.int64)
+    return rising * (_LAST + 1) + _turned(columns)
+
+
+def _turned(columns: Tensor) -> Tensor:
+    """Return columns such that the lower one is larger, and back."""
+    return _LAST - columns
+
+
+def choose(index: IndexInputs, first: Tensor, stop: Tensor) -> Tensor:
+    """Return the columns (B, T, k), int32, that each query chooses of the keys [first, stop) (T,); -1 for none.
+
+    A query that sees at most k keys takes all of them. Memory is that of one chunk's scores.
+    """
+    chosen = all_seen(first, stop, index.topk).repeat(len(index.q), 1, 1)
+    counts = stop - first
+    for rows in _chunks(len(first), max(1, int(counts.max())), _KEYS_AT_ONCE, 128):
+        if int(counts[rows].max()) <= index.topk:
+            continue
+        for row in range(len(index.q)):
+            chosen[row, rows] = _best(index, row, rows, first[rows], stop[rows]).to(torch.int32)
+    return chosen
+
+
+def all_seen(first: Tensor, stop: Tensor, topk: int) -> Tensor:
+    """Return the first ``topk`` columns (1, T, k), int32, of each query's [first, stop); -1 past its last one."""
+    columns = first[:, None] + torch.arange(topk, dtype=torch.int32, device=first.device)
+    return columns.masked_fill_(columns >= stop[:, None], -1)[None]
+
+
+def _best(index: IndexInputs, row: int, rows: slice, first: Tensor, stop: Tensor) -> Tensor:
+    begin, end = int(first[stop > first].min()), int(stop.max())
+    columns = torch.arange(begin, end, device=first.device)
+    scores = _scores(index.q[row, rows].float(), index.k[row, begin:end], index.weights[row, rows], index.scale)
+    order = ordered(scores, columns)
+    order.masked_fill_((columns < first[:, None]) | (columns >= stop[:, None]), _NEVER)
+    best = order.topk(min(index.topk, end - begin), sorted=False).values
+    found = _turned(best & _LAST)
+    found.masked_fill_(best == _NEVER, -1)
+    missing = index.topk - found.shape[1]
+    return torch.nn.functional.pad(found, (0, missing), value=-1) if missing else found
+
+
+def _scores(q: Tensor, k: Tensor, weights: Tensor, scale: float) -> Tensor:
+    """Return scores (c, n), in tiles of keys: products of all heads would take H times their memory."""
+    tokens, heads, size = q.shape
+    scores = q.new_empty(tokens, len(k))
+    for keys in _chunks(len(k), tokens * heads, _PRODUCTS_AT_ONCE, len(k)):
+        products = (q.reshape(-1, size) @ k[keys].float().T).view(tokens, heads, -1).mul_(scale).relu_()
+        scores[:, keys] = torch.bmm(weights[:, None].float(), products)[:, 0]
+    return scores
+
+
+def attend(
+    q: Tensor, keys: Tensor, columns: Tensor, values: slice, scale: float, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Compute attention of q (B, H, T, D) to its chosen columns (B, T, k) of keys (B, n, C), shared by all heads.
+
+    A key is its first D numbers, its value those of ``values``. Returns out (B, H, T, E) in q's dtype and lse
+    (B, H, T) in float32, or float64 for float64; 0 and -inf for a query without keys, unless it has a sink.
+    """
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    out = q.new_empty(*q.shape[:3], values.stop - values.start)
+    lse = q.new_empty(q.shape[:3], dtype=dtype)
+    for row, rows in _rows(columns, keys):
+        scores, chosen = _chunk(q[row, :, rows], keys[row], columns[row, rows], scale, dtype)
+        total = torch.logsumexp(scores, -1)
+        if sinks is not None:
+            total = torch.logaddexp(total, sinks.to(dtype))
+        p = _probabilities(scores, total)
+        out[row, :, rows] = (p.to(q.dtype) @ chosen[..., values]).transpose(0, 1)
+        lse[row, :, rows] = total.T
+    return out, lse
+
+
+def attend_backward(
+    dout: Tensor, q: Tensor, keys: Tensor, columns: Tensor, values: slice, scale: float, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return dq like q, and the gradient of keys (B, n, C) summed in lse's dtype."""
+    dtype, size = lse.dtype, q.shape[-1]
+    dq, dkeys = torch.empty_like(q), keys.new_zeros(keys.shape, dtype=dtype)
+    for row, rows in _rows(columns, keys):
+        scores, chosen = _chunk(q[row, :, rows], keys[row], columns[row, rows], scale, dtype)
+        p = _probabilities(scores, lse[row, :, rows].T)
+        nothing = (columns[row, rows] < 0).all(-1)[:, None, None]  # padding, which may be anything
+        here, mine = (x[row, :, rows].transpose(0, 1).masked_fill(nothing, 0) for x in (dout, q))
+        delta = (here.to(dtype) * out[row, :, rows].transpose(0, 1).to(dtype)).sum(-1, keepdim=True)
+        ds = (p * ((here @ chosen[..., values].mT).to(dtype) - delta) * scale).to(q.dtype)
+        dq[row, :, rows] = (ds @ chosen[..., :size]).transpose(0, 1)
+        dchosen = chosen.new_zeros(chosen.shape, dtype=dtype)
+        dchosen[..., :size] = ds.mT @ mine
+        dchosen[..., values] += p.to(q.dtype).mT @ here
+        dkeys[row].index_add_(0, columns[row, rows].clamp(min=0).flatten(), dchosen.flatten(0, 1))
+    return dq, dkeys
+
+
+def _chunk(q: Tensor, keys: Tensor, columns: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return scores (c, H, k) and the chosen keys (c, k, C) of a chunk of queries (H, c, D)."""
+    chosen = keys.index_select(0, columns.clamp(min=0).flatten()).view(*columns.shape, -1)
+    none = columns < 0
+    if bool(none.any()):  # zeros, for a product of a weight of 0 and padding may be NaN
+        chosen.masked_fill_(none[..., None], 0)
+    scores = (q.transpose(0, 1) @ chosen[..., : q.shape[-1]].mT).to(dtype) * scale
+    return scores.masked_fill_(none[:, None], -torch.inf), chosen
+
+
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    return (scores - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp_()
+
+
+def _rows(columns: Tensor, keys: Tensor) -> Iterator[tuple[int, slice]]:
+    batch, tokens, k = columns.shape
+    for row in range(batch):
+        for rows in _chunks(tokens, k * keys.shape[-1], _NUMBERS_AT_ONCE, tokens):
+            yield row, rows
+
+
+def _chunks(count: int, each: int, at_once: int, most: int) -> Iterator[slice]:
+    size = max(1, min(most, at_once // each))
+    for start in range(0, count, size):
+        yield slice(start, min(count, start + size))

@@ -1,0 +1,123 @@
+"""Attention to chosen keys on a virtual ring against the float64 oracle: any layout, documents, padding and ranks."""
+
+from functools import partial
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+import ringspan as rs
+from ringspan.core import reference, selection
+from ringspan.core.names import LAYOUT_NAMES
+from ringspan.torch.attention import chosen, indexed
+from ringspan.torch.attention.op import assemble
+from ringspan.torch.attention.part import sink_gradient
+from ringspan.torch.attention.spec import AttentionSpec, padding_of
+from tests.fuzz import examples
+from tests.torch.attention.test_ring import gathered, part
+from tests.torch.virtual import on_ranks
+
+HEADS, SIZE, VALUES, SCALE, BATCH = 3, 8, slice(0, 5), 0.5, 2
+
+
+@pytest.fixture(autouse=True, scope="module")
+def small_chunks():
+    """Several of queries, and several of keys, in each test."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in (("_KEYS_AT_ONCE", 130), ("_PRODUCTS_AT_ONCE", 64), ("_NUMBERS_AT_ONCE", 200)):
+            patch.setattr(chosen, name, value)
+        yield
+
+
+def tensors_of(length, dtype):
+    """q, kv, dout, and whole numbers for the index, whose scores are often equal; all (B, heads, length, size)."""
+    make = partial(torch.randn, generator=torch.Generator().manual_seed(length))
+    sizes = (HEADS, SIZE), (1, SIZE), (HEADS, VALUES.stop)
+    index = [make(BATCH, heads, length, size).mul(2).round() for heads, size in ((2, 4), (1, 4), (2, 1))]
+    return *(make(BATCH, heads, length, size).to(dtype) for heads, size in sizes), *index
+
+
+def oracle(mask, topk, sinks, tensors):
+    """Return the chosen keys, out, dq, dkv and dsinks."""
+    q, kv, dout, iq, ik, weights = (x.double().numpy() for x in tensors)
+    seen, keys = selection.seen_by(mask, np.arange(q.shape[2]), q.shape[2]), []
+    for row in range(BATCH):
+        scores = selection.index_scores(iq[row].swapaxes(0, 1), ik[row, 0], weights[row, ..., 0].T, 1.0)
+        keys.append(selection.chosen_keys(scores, seen, topk))
+    arguments = q, kv, kv[..., VALUES], selection.allowed_by(np.stack(keys), q.shape[2])[:, None], SCALE
+    out, lse = reference.attention(*arguments, sinks=sinks)
+    dq, dkv, dv = reference.backward(dout, *arguments, sinks=sinks)
+    dkv[..., VALUES] += dv
+    return np.stack(keys), out, dq, dkv, reference.sink_gradient(dout, out, lse, sinks)
+
+
+def on_ring(layout, mask, topk, sinks, tensors):
+    """Return the same, of a ring."""
+    padding = padding_of(layout)
+    spec = AttentionSpec(scale=SCALE, mask=mask.spec, layout=layout.name, padding=padding, route="all-gather")
+
+    def local(rank, exchange):
+        q, kv, *rest = (part(x, layout, rank) for x in tensors)
+        ring, _ = assemble(rank, layout.ranks, exchange, q, kv, None, spec, is_backward=False)
+        return ring, q, kv[:, 0], rest
+
+    def forward(rank, exchange):
+        ring, q, kv, (_, iq, ik, weights) = local(rank, exchange)
+        index = chosen.IndexInputs(iq.transpose(1, 2), ik[:, 0], weights[..., 0].transpose(1, 2), 1.0, topk)
+        return indexed.forward(ring, q, kv, sinks, index, None, VALUES)
+
+    made, _ = on_ranks(layout.ranks, forward)
+
+    def backward(rank, exchange):
+        ring, q, kv, (dout, *_) = local(rank, exchange)
+        out, lse, keys = made[rank]
+        again, _, nothing = indexed.forward(ring, q, kv, sinks, None, keys, VALUES)
+        assert torch.equal(again, out) and not nothing.numel(), "a choice that is given is that of the first pass"
+        dq, dkv = indexed.backward(ring, dout, q, kv, keys, VALUES, out, lse)
+        return keys[:, None], out, dq, dkv[:, None], sink_gradient(dout, out, lse, sinks)
+
+    *whole, dsinks = zip(*on_ranks(layout.ranks, backward)[0], strict=True)
+    keys, *rest = (gathered([*parts], layout) for parts in whole)
+    return keys[:, 0], *rest, torch.stack(dsinks).sum(0).numpy()
+
+
+def check(layout, mask, topk, dtype, limit):
+    tensors, sinks = tensors_of(layout.length, dtype), torch.tensor([0.3, -torch.inf, 1.0], dtype=torch.float64)
+    keys, *found = on_ring(layout, mask, topk, sinks, tensors)
+    expected_keys, *expected = oracle(mask, topk, sinks.numpy(), tensors)
+    assert np.array_equal(np.sort(keys, -1), np.sort(expected_keys, -1))
+    for x, truth in zip(found, expected, strict=True):
+        assert np.abs(x - truth).max() <= limit * max(1, np.abs(truth).max())
+
+
+masks = st.one_of(st.just(rs.causal()), st.builds(rs.documents, st.lists(st.integers(1, 24), min_size=1, max_size=4)))
+layouts = st.builds(rs.Layout, st.sampled_from(LAYOUT_NAMES), st.integers(1, 48), st.integers(1, 4))
+
+
+@given(layouts, masks, st.integers(1, 9))
+@example(rs.Layout("zigzag", 48, 3), rs.causal(), 5)
+@example(rs.Layout("striped", 41, 2), rs.documents([20, 15]), 5)
+@examples(60)
+def test_any_layout_gives_the_keys_and_gradients_of_the_oracle(layout, mask, topk):
+    check(layout, mask, topk, torch.float64, 1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
+def test_other_dtypes_choose_the_same_keys_and_sum_gradients_in_float32(dtype, limit):
+    check(rs.Layout("zigzag", 96, 3), rs.documents([70, 20]), 6, dtype, limit)
+
+
+def test_scores_are_ordered_and_equal_ones_by_position():
+    scores = torch.tensor([0.0, -0.0, -torch.inf, 2.5, -1e-45, 1e-45, 2.5, torch.inf])
+    order = chosen.ordered(scores, torch.arange(len(scores)))
+    assert order.argsort(descending=True).tolist() == [7, 3, 6, 5, 0, 1, 4, 2]
+
+
+def test_costs_count_what_is_scored_and_what_is_chosen_and_odd_masks_are_refused():
+    seen = selection.seen_by(rs.documents([5, 3]), np.arange(9), 8)
+    assert seen.counts.tolist() == [1, 2, 3, 4, 5, 1, 2, 3, 0]
+    assert selection.index_cost(seen, 3) == (4 + 5, 1 + 2 + 3 + 3 + 3 + 1 + 2 + 3)
+    with pytest.raises(rs.MaskError, match="use causal or documents"):
+        selection.seen_by(rs.sliding_window(3, global_tokens=2), np.arange(9), 9)
