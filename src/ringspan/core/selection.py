@@ -1,6 +1,6 @@
 """Keys that an index chooses for each query (DeepSeek-V3.2): ranges to choose from, a float64 oracle, and costs.
 
-A selection is data: int32 positions (B, T, k), -1 where a query sees fewer keys than k, in no particular order.
+A selection is data: int32 positions (B, T, k), -1 if a query sees fewer keys than k, in no particular order.
 T queries, S keys, H heads of the index, D its head size.
 """
 

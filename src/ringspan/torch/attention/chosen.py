@@ -50,7 +50,7 @@ def _turned(columns: Tensor) -> Tensor:
 def choose(index: IndexInputs, first: Tensor, stop: Tensor) -> Tensor:
     """Return the columns (B, T, k), int32, that each query chooses of the keys [first, stop) (T,); -1 for none.
 
-    A query that sees at most k keys takes all of them. Memory is that of one chunk's scores.
+    A query that sees at most k keys takes all of them. Scores exist for one chunk at a time.
     """
     chosen = all_seen(first, stop, index.topk).repeat(len(index.q), 1, 1)
     counts = stop - first
@@ -96,7 +96,7 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of q (B, H, T, D) to its chosen columns (B, T, k) of keys (B, n, C), shared by all heads.
 
-    A key is its first D numbers, its value those of ``values``. Returns out (B, H, T, E) in q's dtype and lse
+    A key is its first D numbers, its value the numbers in ``values``. Returns out (B, H, T, E) in q's dtype and lse
     (B, H, T) in float32, or float64 for float64; 0 and -inf for a query without keys, unless it has a sink.
     """
     dtype = torch.promote_types(q.dtype, torch.float32)

@@ -1,6 +1,6 @@
 """Attention to the keys that an index chooses, of a sequence that is split over a ring: gather, choose, attend.
 
-Each rank fetches what its tokens can see: first the keys of the index, then those of attention, which travel while the
+Each rank fetches what its tokens can see: first the index keys, then the keys of attention, which travel while the
 index computes. In backward it fetches the latter again, and the gradients of gathered keys, in float32, go straight to
 their owners, which sum them. No gradient reaches the index.
 B batch, T local tokens, n gathered keys in order of position, k chosen keys, H query heads, C numbers of a key.
@@ -49,7 +49,7 @@ def indexed_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of local queries to chosen keys of all ranks; differentiable by q, kv and sinks; collective.
 
-    q is (B, H, T, D), kv (B, T, C) of all heads: a key is the first D numbers, its value those of ``values``. Give an
+    q is (B, H, T, D), kv (B, T, C) of all heads: a key is the first D numbers, its value in ``values``. Give an
     ``index`` of the local tokens, or what it has ``chosen`` for the same sequences; the rest is as of
     ``ring_attention``, with a mask that is causal or of documents. Returns out (B, H, T, E) in q's dtype, and the
     global positions of each query's keys (B, T, k), int32, -1 for none.

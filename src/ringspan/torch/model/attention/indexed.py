@@ -86,7 +86,7 @@ class _Index(Mixin):
 
 
 def _rotation_of(index: nn.Module) -> Any:
-    """Return the function by which transformers' own forward rotates: interleaved or in halves."""
+    """Return the rotation of transformers' own forward: interleaved or in halves."""
     code: Any = inspect.unwrap(forward_of(index))
     return next(code.__globals__[name] for name in _ROTATIONS if name in code.__code__.co_names)
 
@@ -178,7 +178,7 @@ def attend_to_chosen(
 
 
 def _expansion(module: Any, latents: Tensor) -> Tensor:
-    """Return the matrix (H (n + v), R) by which latents become keys and values, adapters included."""
+    """Return the matrix (H (n + v), R) that turns latents into keys and values, adapters included."""
     if computes_as(module.kv_b_proj, nn.Linear):
         return module.kv_b_proj.weight
     rows = torch.eye(module.kv_lora_rank, dtype=latents.dtype, device=latents.device)
