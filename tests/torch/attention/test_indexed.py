@@ -105,7 +105,7 @@ def test_any_layout_gives_the_keys_and_gradients_of_the_oracle(layout, mask, top
 
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
-def test_other_dtypes_choose_the_same_keys_and_sum_gradients_in_float32(dtype, limit):
+def test_other_dtypes_choose_alike_and_sum_in_float32(dtype, limit):
     check(rs.Layout("zigzag", 96, 3), rs.documents([70, 20]), 6, dtype, limit)
 
 
@@ -115,7 +115,7 @@ def test_scores_are_ordered_and_equal_ones_by_position():
     assert order.argsort(descending=True).tolist() == [7, 3, 6, 5, 0, 1, 4, 2]
 
 
-def test_costs_count_what_is_scored_and_what_is_chosen_and_odd_masks_are_refused():
+def test_costs_count_scores_and_choices_and_odd_masks_raise():
     seen = selection.seen_by(rs.documents([5, 3]), np.arange(9), 8)
     assert seen.counts.tolist() == [1, 2, 3, 4, 5, 1, 2, 3, 0]
     assert selection.index_cost(seen, 3) == (4 + 5, 1 + 2 + 3 + 3 + 3 + 1 + 2 + 3)
