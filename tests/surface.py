@@ -93,7 +93,6 @@ def toml_keys(table: type[BaseModel], path: str = "") -> Iterator[tuple[str, Any
 
 
 def surface() -> dict[str, dict[str, Any]]:
-    """All that is read without running anything."""
     return {
         "names": dict(python_names()),
         "options": dict(options(typer.main.get_command(app), "ringspan")),

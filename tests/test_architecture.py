@@ -42,7 +42,6 @@ CORE_MAY_USE = sys.stdlib_module_names | {"numpy"}
 
 
 def is_import_call(node: ast.AST) -> bool:
-    """True for `import_module(...)`, `importlib.import_module(...)` and `__import__(...)`."""
     if not isinstance(node, ast.Call):
         return False
     name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", None)

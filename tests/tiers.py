@@ -62,7 +62,6 @@ def _imported(path: Path) -> Iterator[str]:
 
 
 def is_type_checking(test: ast.expr) -> bool:
-    """True for `TYPE_CHECKING` and `typing.TYPE_CHECKING`."""
     return (isinstance(test, ast.Name) and test.id == "TYPE_CHECKING") or (
         isinstance(test, ast.Attribute) and test.attr == "TYPE_CHECKING"
     )

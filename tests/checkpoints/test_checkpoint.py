@@ -23,7 +23,6 @@ SHAPES = {"matrix": (7, 3), "short": (2, 5), "vector": (9,), "tall": (33, 2), "s
 
 
 def whole(step: int) -> dict[str, torch.Tensor]:
-    """The truth: float32, and one bfloat16."""
     generator = torch.Generator().manual_seed(step)
     tensors = {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
     tensors["tall"] = tensors["tall"].bfloat16()

@@ -23,7 +23,6 @@ BLOCK = "import os, sys\nsys.modules.update(dict.fromkeys(os.environ['BLOCKED'].
 
 @pytest.fixture
 def ringspan(tmp_path):
-    """Runs a command without some packages."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(BLOCK)
     (tmp_path / "text").mkdir()

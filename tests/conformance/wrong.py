@@ -36,7 +36,6 @@ def gathered(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None, documents: Any, length: int, group: Any,
     hides_padding: bool = True, local_window: bool = False, chunk: int = 0, dropped: int = 0,
 ) -> Tensor:  # fmt: skip
-    """Right, unless an option says otherwise."""
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     layout = Layout("zigzag", length, ranks)
     keys, values = (torch.cat(list(Gathered.apply(each, group)), 2) for each in (k, v))
@@ -97,7 +96,6 @@ def rounding(*args: Tensor, **options: Any) -> Tensor:
 
 
 def stale(q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-    """Keys are kept by their shape."""
     kept = KEPT.setdefault(("stale", k.shape), k.detach().clone())
     return gathered(q, k - k.detach() + kept, v, **options)
 
@@ -173,7 +171,6 @@ def failing(*args: Tensor, **options: Any) -> Tensor:
 
 
 def loss(logits: Tensor, labels: Tensor, *, group: Any) -> Tensor:
-    """The loss of the batch."""
     total = cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
     count = (labels != -100).sum()
     dist.all_reduce(count, group=group)
@@ -190,7 +187,6 @@ def mean_of_means(logits: Tensor, labels: Tensor, *, group: Any) -> Tensor:
 
 
 def detached(logits: Tensor, labels: Tensor, *, group: Any) -> Tensor:
-    """The right loss, and no gradient."""
     return loss(logits, labels, group=group).detach()
 
 

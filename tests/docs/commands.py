@@ -207,12 +207,10 @@ def my_ring_attention(q, k, v, *, causal, document_lengths, length, group):
 
 
 def _block(page: str, language: str) -> str:
-    """The page's first block in a language."""
     return next(block.text for block in blocks(DOCS / page) if block.language == language) + "\n"
 
 
 def _script() -> str:
-    """The loop of docs/how-to/gpus.md on made-up data."""
     from tests.docs.running import REPLACED
 
     text = _block("how-to/gpus.md", "python")

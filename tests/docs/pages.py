@@ -51,7 +51,6 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def without_blocks(page: Path) -> str:
-    """The text without fenced blocks."""
     text = page.read_text(encoding="utf-8")
     return re.sub(r"^\s*(`{3,})[^\n]*\n.*?^\s*\1\s*$", "", text, flags=re.DOTALL | re.MULTILINE)
 

@@ -20,7 +20,6 @@ WITH_PYTHON = sorted({block.page.relative_to(ROOT).as_posix() for block in ALL i
 
 @pytest.fixture(scope="module")
 def ranks() -> Iterator[Pool]:
-    """Two that torchrun might have started."""
     pool = Pool(2, launched=True)
     yield pool
     pool.close()

@@ -24,7 +24,6 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 
 @pytest.fixture(scope="module")
 def settings() -> Iterator[ModuleType]:
-    """The module that makes the page's data."""
     folder = str(DOCS / "_extensions")
     sys.path.insert(0, folder)
     try:
@@ -37,7 +36,6 @@ def settings() -> Iterator[ModuleType]:
 
 @pytest.fixture(scope="module")
 def page(settings: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The page in a browser, by itself."""
     if BROWSER is None:
         pytest.skip("no Chromium")
     from explorer import page_html
@@ -74,7 +72,6 @@ def shown(page: Any, setting: tuple[str, str, str, int], link: int, hop: int) ->
 
 
 def number(text: str) -> float:
-    """Of `1,176`, `73.7 KB` or `360 units`."""
     value, _, unit = text.partition(" ")
     return float(value.replace(",", "")) * {"KB": 1e3, "MB": 1e6}.get(unit, 1)
 

@@ -22,7 +22,6 @@ SIZES = {"desktop": (1280, 900), "phone": (390, 844)}
 
 @pytest.fixture(scope="session")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Built from nothing."""
     out = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", "-d", f"{out}/trees"]
     subprocess.run([*command, str(DOCS), f"{out}/html"], cwd=ROOT, check=True, timeout=180)

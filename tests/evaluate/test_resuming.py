@@ -57,7 +57,6 @@ def rank(number: int, port: int, asked: list[str], place: Path, killed_after: in
 
 
 def under_torchrun(asked: list[str], place: Path, killed_after: int | None = None) -> list[int | None]:
-    """How the ranks ended."""
     place.mkdir()
     with socket.socket() as one:
         one.bind(("localhost", 0))

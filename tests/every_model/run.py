@@ -83,14 +83,12 @@ def _one_process(model: Any, tokens: torch.Tensor, dtype: torch.dtype, *, is_pac
 
 
 def read(model: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What a processor returns for text alone."""
     if model.config.model_type != "paligemma":
         return {"input_ids": tokens}
     return {"input_ids": tokens, "token_type_ids": torch.ones_like(tokens)}  # none of it is a prompt
 
 
 def on_the_ring(mesh: DeviceMesh, kind: str, layout: str, is_packed: bool) -> dict[str, Any]:
-    """The same of a rank."""
     model, tokens = tiny_model(kind), tiny_tokens(LENGTH)
     if kind.removesuffix(MULTIMODAL) in IN_FLOAT64:
         model = in_float64_of(model)
@@ -126,7 +124,6 @@ def written(model: Any) -> dict[str, Any]:
 
 
 def written_on_the_ring(mesh: DeviceMesh, kind: str) -> dict[str, Any]:
-    """The same of a rank."""
     model = tiny_model(kind)
     model = rs.parallelize(model, mesh, checkpoint="attention" if model.supports_gradient_checkpointing else "none")
     model.ring_prefill_tokens = READ_AT_ONCE
@@ -148,7 +145,6 @@ def judge_generation(pool: Pool, kind: str) -> dict[str, Any]:
 
 
 def said(error: Exception) -> str:
-    """An error in one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"[:150]
 
 
@@ -257,7 +253,6 @@ def error_of(outcome: dict[str, Any], truth: dict[str, Any]) -> float:
 
 
 def page(facts: dict[str, Any]) -> str:
-    """docs/models.md."""
     rows = facts["rows"]
     ran = [row for row in rows if "error" in row.get("sequence", {})]
     refused = [row for row in rows if "refused" in row.get("sequence", {})]

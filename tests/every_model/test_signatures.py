@@ -28,7 +28,6 @@ def parameters(function: Any) -> set[str]:
 
 
 def interface_keywords(source: str) -> Iterator[str]:
-    """The keywords of each call of ``attention_interface(...)``."""
     lines = source.splitlines()
     for number, line in enumerate(lines):
         if not line.rstrip().endswith(("attention_interface(", "attention_fn(")):

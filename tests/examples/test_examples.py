@@ -14,7 +14,6 @@ ROOT = Path(__file__).parents[2]
 
 
 def ran(name: str, folder: Path, *options: str) -> str:
-    """What an example prints on two ranks."""
     file = ROOT / "examples" / f"{name}.py"
     assert f"torchrun --nproc-per-node 2 examples/{name}.py" in file.read_text(encoding="utf-8")
     run = subprocess.run(

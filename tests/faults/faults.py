@@ -43,7 +43,6 @@ class Row:
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median and largest, in seconds."""
     return {"median": round(statistics.median(values), 3), "largest": round(max(values), 3)} if values else {}
 
 

@@ -18,7 +18,6 @@ from ringspan.core.errors import RingspanError
 
 
 def rank_of(config: Any, pids: str) -> Any:
-    """One rank's part of the run."""
     rank, attempt = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
     path = Path(pids, f"attempt-{attempt}-rank-{rank}.pid")
     path.with_suffix(".tmp").write_text(str(os.getpid()))
@@ -127,7 +126,6 @@ class Job:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, nproc: int | None = None, command: list[str] | None = None) -> "Job":
-        """Start it, or start it again."""
         for path in self.pids.glob("*") if self.pids.exists() else ():
             path.unlink()
         self.nproc = nproc or self.nproc
@@ -153,14 +151,12 @@ class Job:
             self.end()
 
     def end(self) -> None:
-        """Leave nothing behind."""
         if self.process is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self.process.pid, signal.SIGKILL)
             self.process.wait()
 
     def lines(self) -> list[dict[str, Any]]:
-        """What it has measured so far."""
         try:
             text = (self.run / "metrics.jsonl").read_text()
         except FileNotFoundError:
@@ -172,11 +168,9 @@ class Job:
         return lines[-1]["step"] if lines else 0
 
     def curve(self) -> dict[int, tuple[float, float]]:
-        """Loss and gradient norm of each step."""
         return {line["step"]: (line["loss"], line["grad_norm"]) for line in self.lines() if "loss" in line}
 
     def pid(self, rank: int, attempt: int = 0, seconds: float = 60) -> int:
-        """The process of a rank."""
         path = self.pids / f"attempt-{attempt}-rank-{rank}.pid"
         self.until(path.exists, seconds, f"rank {rank} of attempt {attempt}")
         return int(path.read_text())
@@ -200,7 +194,6 @@ class Job:
         return self.text()[-2000:]
 
     def newest(self) -> int:
-        """The step of the newest finished checkpoint."""
         return newest_step(self.run / "checkpoints")
 
 

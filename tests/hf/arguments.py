@@ -47,7 +47,6 @@ def of_everything(found: Any) -> dict[str, float]:
 
 
 def of_batches(found: Any) -> dict[str, float]:
-    """The same of predictions batch by batch."""
     return {f"batch_{n}": float(np.cos(logits).mean()) for n, logits in enumerate(found.predictions)}
 
 

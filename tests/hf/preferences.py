@@ -100,7 +100,6 @@ def kto(mesh: Any, model: str, ring: dict[str, Any] | None, folder: str, options
 
 
 def orpo(mesh: Any, model: str, ring: dict[str, Any] | None, folder: str, options: dict[str, Any]) -> Any:
-    """ORPO, which has no reference model."""
     torch.manual_seed(0)
     return trainer_of((ORPOConfig, ORPOTrainer, RingORPOTrainer), pairs, mesh, made(model), ring, folder, options)
 

@@ -22,7 +22,6 @@ OWN = ("rollout_func", "reward_funcs", "reward_processing_classes")
 
 
 def prompts(count: int, seed: int) -> datasets.Dataset:
-    """Of one to twelve words."""
     draw = random.Random(seed)
     return datasets.Dataset.from_list([{"prompt": words(draw, 13)[1:]} for _ in range(count)])
 
@@ -33,7 +32,6 @@ def large_words(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def short_words(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
-    """A reward that some completions have not."""
     return [1 / len(ids) if ids[0] % 5 else None for ids in completion_ids]
 
 

@@ -99,7 +99,6 @@ def apart(case: Case, ranks: int, replicas: int, pools: dict[int, Pool]) -> tupl
 
 
 def measured(case: Case, pools: dict[int, Pool]) -> dict[str, Any]:
-    """The row of a case."""
     row: dict[str, Any] = {"name": case.name}
     for name, (ranks, replicas) in RINGS.items():
         row[name], expected = apart(case, ranks, replicas, pools)
@@ -171,7 +170,6 @@ def main(wanted: list[str]) -> None:
 
 
 def write(rows: list[dict[str, Any]], releases: dict[str, str]) -> None:
-    """Into the results and the page."""
     made = {"command": "python -m tests.hf.table", "machine": describe_machine(), "releases": releases}
     RESULT.write_text(json.dumps(made | {"rows": rows}, indent=1) + "\n")
     text = PAGE.read_text()

@@ -66,7 +66,6 @@ def tokens_of_batches(mesh: Any, ring: dict[str, Any]) -> list[int]:
 
 def test_replicas_compute_alike(world):
     def dealt(ring: dict[str, Any]) -> Any:
-        """Steps, micro-steps, replicas."""
         ranks = world(4).run(tokens_of_batches, 4, ring, replicate=2)
         assert ranks[0] == ranks[1] and ranks[2] == ranks[3]
         return np.array([ranks[0], ranks[2]]).T.reshape(STEPS, 2, 2)
@@ -108,13 +107,11 @@ class RingOwnLoss(RingTrainerMixin, OwnLoss):
 
 
 def own_loss(mesh: Any, model: str, ring: dict[str, Any], folder: str, options: dict[str, Any]) -> Any:
-    """A user's trainer, made."""
     given = {"model": made(model), "args": arguments(folder, max_steps=1), "train_dataset": Examples(8)}
     return RingOwnLoss(**given, ring=RingConfig(mesh=mesh, **ring))
 
 
 def classifier(mesh: Any, model: str, ring: dict[str, Any], folder: str, options: dict[str, Any]) -> Any:
-    """One of tokens; it is trained here."""
     classify(mesh, ring, True, model, {"max_steps": 1})
 
 

@@ -47,7 +47,6 @@ def metrics(prediction: Any) -> dict[str, float]:
 
 
 def classify(mesh: Any, ring: dict[str, Any] | None, of_tokens: bool, model: str, options: dict[str, Any]) -> Any:
-    """Three steps and an evaluation with metrics."""
     torch.manual_seed(0)
     auto: Any = AutoModelForTokenClassification if of_tokens else AutoModelForSequenceClassification
     made = auto.from_config(config_of(model, num_labels=LABELS, pad_token_id=0, classifier_dropout=0.0)).float()

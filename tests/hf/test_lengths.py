@@ -59,7 +59,6 @@ def trained(mesh: Any, ring: dict[str, Any] | None, options: dict[str, Any]) -> 
 
 
 def padding(batches: list[Batch]) -> int:
-    """Tokens that are padded to."""
     return sum(max(map(len, batch)) - len(row) for batch in batches for row in batch)
 
 

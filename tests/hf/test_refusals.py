@@ -38,7 +38,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"label_smoothing_factor": 0.1}, r"label_smoothing_factor=0.1 .* RingConfig\(label_smoothing=...\) for language"),
     ({"neftune_noise_alpha": 5.0}, "neftune_noise_alpha=5.0 is not supported on a ring"),
     ({"auto_find_batch_size": True}, "auto_find_batch_size=True .* set the batch size"),
-    ({"optim": "adafactor"}, "optim='adafactor' .* use one of adagrad, adamw_torch"),
+    ({"optim": "adafactor"}, "optim='adafactor' .* use one of adagrad, adamw_8bit"),
     ({"ddp_bucket_cap_mb": 3}, "ddp_bucket_cap_mb=3 .* not wrapped"),
     ({"ddp_broadcast_buffers": True}, "ddp_broadcast_buffers=True .* not wrapped"),
     ({"ddp_static_graph": True}, "ddp_static_graph=True .* not wrapped"),
@@ -95,7 +95,6 @@ def with_callback(mesh: Any, model: str, ring: dict[str, Any], folder: str, opti
 
 
 def with_optimizer(mesh: Any, model: str, ring: dict[str, Any], folder: str, options: dict[str, Any]) -> None:
-    """A norm of whole weights."""
     of, ring = made(model), {"ring": RingConfig(mesh=mesh)}
     Ring(model=of, args=arguments(folder), optimizers=(torch.optim.AdamW(of.parameters()), None), **ring)
 
@@ -184,7 +183,6 @@ def test_additions_to_the_rings_loss_are_taken(world):
 
 
 def different(mesh: Any) -> None:
-    """Each rank reads data of its own."""
     with tempfile.TemporaryDirectory() as folder:
         data = Examples(40, seed=mesh.get_rank())
         plain(mesh, "llama", {}, folder, {"train_dataset": data}).train()

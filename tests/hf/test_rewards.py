@@ -18,7 +18,6 @@ from tests.torch.models import config as config_of
 
 
 def judge() -> Any:
-    """A reward model."""
     torch.manual_seed(3)
     made = AutoModelForSequenceClassification.from_config(config_of("llama", num_labels=1, pad_token_id=0))
     return made.float()
@@ -42,14 +41,12 @@ def test_a_reward_model_judges_as_on_one_process(world):
 
 
 def failing(asked: list[str], trainer: Any) -> Any:
-    """Completions, but on the second rank."""
     if torch.distributed.get_rank() == 1:
         raise ValueError("no server at that address")
     return fixed(asked, trainer)
 
 
 def unjust(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Rewards, but on the first rank."""
     if torch.distributed.get_rank() == 0:
         raise KeyError("answer")
     return large_words(completion_ids)
@@ -63,7 +60,6 @@ async def harsh(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def short(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """A reward less on the second rank."""
     return large_words(completion_ids)[torch.distributed.get_rank() == 1 :]
 
 

@@ -31,7 +31,6 @@ def read(model: Any, *, is_leaking: bool) -> None:
 
 
 def packed(mesh: Any, model: str, ring: dict[str, Any] | None, folder: str, options: dict[str, Any]) -> Any:
-    """TRL's trainer of packed documents."""
     options = {"max_steps": 3, "packing": True} | options
     is_leaking = options.pop("is_leaking", False)
     trainer = sft(mesh, model, ring, folder, options)

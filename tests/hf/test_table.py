@@ -17,7 +17,6 @@ def test_the_committed_table_has_every_case_within_the_bound():
 
 
 def exact(name: str = "DPO") -> dict[str, Any]:
-    """A row without differences."""
     return {"name": name} | {ring: dict.fromkeys((*COLUMNS, "entropy"), 0.0) for ring in RINGS}
 
 

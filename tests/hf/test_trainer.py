@@ -108,7 +108,6 @@ def test_bfloat16_is_that_of_one_process(world):
 
 
 def metrics(prediction: Any) -> dict[str, float]:
-    """A number that knows each logit's place."""
     logits, labels = prediction.predictions, prediction.label_ids
     places = np.arange(logits[0].size).reshape(logits.shape[1:])
     return {"sum": float((logits * np.cos(places)).mean()), "labels": float((labels * (labels >= 0)).sum())}

@@ -130,7 +130,6 @@ def arguments(folder: str, kind: type = TrainingArguments, **options: Any) -> An
 
 
 def plain(mesh: Any, model: str, ring: dict[str, Any] | None, folder: str, options: dict[str, Any]) -> Any:
-    """transformers' trainer, made."""
     torch.manual_seed(0)
     options = dict(options)
     own = {name: options.pop(name) for name in OWN if name in options}
@@ -140,7 +139,6 @@ def plain(mesh: Any, model: str, ring: dict[str, Any] | None, folder: str, optio
 
 
 def sft(mesh: Any, model: str, ring: dict[str, Any] | None, folder: str, options: dict[str, Any]) -> Any:
-    """TRL's trainer, made."""
     torch.manual_seed(0)
     # Without the last rows: of those that do not come out even, replicas would see some twice.
     options = {"bf16": False, "max_length": 24, "dataloader_drop_last": True} | options
@@ -241,5 +239,4 @@ def scale_of(name: str, expected: dict[str, Any]) -> float | None:
 
 
 def saved(folder: Path) -> list[str]:
-    """The checkpoints of a run."""
     return sorted(path.name for path in folder.glob("checkpoint-*"))

@@ -21,7 +21,6 @@ SPLIT = P(None, None, "sp")
 
 
 def mesh(**axes: int) -> Mesh:
-    """A mesh of the first virtual devices."""
     shape = tuple(axes.values())
     devices = np.array(jax.devices()[: int(np.prod(shape))]).reshape(shape)
     return Mesh(devices, tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
@@ -35,7 +34,6 @@ def shards(x: Any, layout: rs.Layout, padding: float = 0) -> np.ndarray:
 
 
 def in_order(x: Any, layout: rs.Layout) -> np.ndarray:
-    """The inverse of ``shards``."""
     return np.asarray(x)[:, :, layout.inverse[: layout.length]].astype(np.float64)
 
 

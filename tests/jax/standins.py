@@ -36,7 +36,6 @@ def triton_call(*args: Any, kernel: Any, out_shape: list[Any], grid: Any, **opti
 
 @contextmanager
 def jax_triton() -> Iterator[None]:
-    """As if jax-triton were installed."""
     module, name = ModuleType("jax_triton"), "jax_triton"
     module.__dict__.update(triton_call=triton_call, __spec__=ModuleSpec(name, None))
     real = sys.modules.pop(name, None)

@@ -54,7 +54,6 @@ def check_any_mask(tokens, short, mask, layout, ranks, chunks, kernel="xla") -> 
 
 
 def check_same_as_xla(kernel, problem, layout, ranks, **options):
-    """Out and every gradient of a kernel."""
     split, key_split = (rs.Layout(layout, x.shape[2], ranks) for x in (problem.q, problem.k))
     ours, expected = (
         attention_and_gradients(*arrays(problem), split, problem.mask, key_split, kernel=name, **options)
@@ -66,7 +65,6 @@ def check_same_as_xla(kernel, problem, layout, ranks, **options):
 
 
 def check_as_good_as_xla(kernel, dtype, tokens, size, **options):
-    """A kernel's errors in half precision."""
     problem = Problem(tokens, rs.causal(), heads=4, groups=2, size=size, dtype=dtype)
     inputs = [jnp.asarray(x, str(dtype).removeprefix("torch.")) for x in arrays(problem)]
     split = rs.Layout("zigzag", tokens, 2)

@@ -35,7 +35,6 @@ MAPS = [
 
 
 def losses(model: str, first: float, change: float) -> dict[str, object]:
-    """Of perplexity, by position."""
     rows = [
         {
             "start": start, "length": stop, "loss": loss, "bits_per_byte": loss / 3, "low": loss - 0.25,

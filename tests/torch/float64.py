@@ -39,7 +39,6 @@ class _Auto:
 
 
 def in_float64_of(model: Any) -> Any:
-    """The same model in float64."""
     wide = in_float64(type(model))[type(model).__name__](model.config).double()
     wide.load_state_dict(model.state_dict())
     return wide.train(model.training)

@@ -164,7 +164,6 @@ def logged(name: str = "ringspan") -> Iterator[list[str]]:
 
 
 def relative(x: Tensor, expected: Tensor) -> float:
-    """||x - expected|| / ||expected||, in float64."""
     x, expected = x.detach().double(), expected.detach().double()
     error = (x - expected).norm() / expected.norm().clamp_min(1e-30)
     return float(error.nan_to_num(nan=torch.inf))  # NaN is below every limit where it is not the first of several

@@ -49,7 +49,6 @@ def start(command: list[str]) -> list[subprocess.Popen[str]]:
 
 
 def finish(processes: list[subprocess.Popen[str]], seconds: float = 100) -> list[tuple[int, str, str]]:
-    """Exit code, output and errors of each."""
     end = time.monotonic() + seconds
     try:
         found = [process.communicate(timeout=max(1.0, end - time.monotonic())) for process in processes]

@@ -15,6 +15,7 @@ from ringspan.checkpoints.checkpoint import Checkpoints
 from ringspan.checkpoints.manifest import Manifest
 from ringspan.checkpoints.shards import Part
 from ringspan.core.errors import CheckpointError
+from ringspan.torch.memory.local_optimizer import is_local, own_state, take_counts
 from ringspan.torch.model.config_changes import deciding_fields
 
 
@@ -41,13 +42,44 @@ def run_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, T
             parameters[name] = tensor
     tensors: dict[str, Tensor | Part] = {f"model/{name}": tensor for name, tensor in parameters.items()}
     for name, parameter in parameters.items():
-        if isinstance(parameter, nn.Parameter) and parameter.requires_grad:
+        if isinstance(parameter, nn.Parameter) and parameter.requires_grad and not is_local(optimizer):
             for key, value in optimizer.state[parameter].items():
                 # A step count is one number, the same on every rank; what has dimensions is as split as its weight.
                 is_split = isinstance(parameter, DTensor) and value.ndim > 0
                 is_part = is_split and not isinstance(value, DTensor)
                 tensors[f"optimizer/{name}/{key}"] = Part(value, cast(DTensor, parameter)) if is_part else value
     return tensors
+
+
+def load_state(
+    checkpoints: Checkpoints,
+    folder: Path,
+    manifest: Manifest,
+    tensors: Mapping[str, Tensor | Part],
+    optimizer: torch.optim.Optimizer,
+    own: Mapping[str, Tensor],
+) -> bool:
+    """Fill tensors from a checked checkpoint, and ``own`` ones if it has as many ranks, which is returned.
+
+    Raises:
+        CheckpointError: on all ranks; also if other ranks have packed the optimizer's state by their shards.
+    """
+    # What a checkpoint has and the model lacks would be lost without a word. (Each rank's own tensors are named so.)
+    unknown = [name for name in manifest.tensors if name not in tensors and not name.startswith("rank ")]
+    if unknown:
+        raise CheckpointError(
+            f"{folder}: has {unknown[0]}, which this model lacks; is it of another model? use its own"
+        )
+    same = manifest.num_ranks == dist.get_world_size()
+    if is_local(optimizer) and not same:
+        raise CheckpointError(
+            f"{folder}: {type(optimizer).__name__} has packed its state by the shards of {manifest.num_ranks} ranks; "
+            "resume on as many, or train with an AdamW of PyTorch or torchao"
+        )
+    packed = own_state(optimizer)
+    checkpoints.load(folder, manifest, tensors, {**own, **packed} if same else None)
+    take_counts(optimizer, packed)
+    return same
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
@@ -68,7 +100,7 @@ def _make_state(optimizer: torch.optim.Optimizer) -> None:
     optimizer.step()
     for p in fresh:
         if "step" in optimizer.state[p]:
-            optimizer.state[p]["step"].zero_()
+            optimizer.state[p]["step"] *= 0
     for p, gradient in zip(parameters, gradients, strict=True):
         p.grad = gradient
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -104,13 +136,8 @@ def restore(
 ) -> None:
     """Restore model, optimizer and random numbers, seeded again on other numbers of ranks; errors are all ranks'."""
     tensors = run_state(model, optimizer)
-    # What a checkpoint has and the model lacks would be lost without a word. (Each rank's own tensors are named so.)
-    unknown = [name for name in manifest.tensors if name not in tensors and not name.startswith("rank ")]
-    if unknown:
-        raise CheckpointError(f"{folder}: has {unknown[0]}, which this model lacks; is it of another model?")
-    same = manifest.num_ranks == dist.get_world_size()
     random = random_state(device)
-    checkpoints.load(folder, manifest, tensors, random if same else None)
+    same = load_state(checkpoints, folder, manifest, tensors, optimizer, random)
     if same:
         set_random_state(random, device)
     else:

@@ -16,10 +16,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.checkpoints.checkpoint import Checkpoints
 from ringspan.checkpoints.shards import Part
-from ringspan.checkpoints.state import model_facts, run_state
+from ringspan.checkpoints.state import load_state, model_facts, run_state
 from ringspan.core.errors import CheckpointError
 from ringspan.core.files.named import ADAPTER_WEIGHTS
 from ringspan.core.messages.changes import first_change
+from ringspan.torch.memory.local_optimizer import own_state
 from ringspan.torch.model.adapters import is_peft
 
 FOLDER: Final = "ring_optimizer"
@@ -31,7 +32,8 @@ def save_optimizer(folder: Path, model: nn.Module, optimizer: Any, step: int, me
     sizes = {name: mesh[name].size() for name in mesh.mesh_dim_names or ()}
     with closing(Checkpoints(folder / FOLDER, run_id=_RUN, keep=1, asynchronous=False)) as checkpoints:
         state = {"groups": _settings(optimizer), "model": model_facts(model)}
-        error = checkpoints.save(step, _state(model, optimizer), {}, state, mesh=sizes, layout=layout)
+        tensors = _state(model, optimizer)
+        error = checkpoints.save(step, tensors, own_state(optimizer), state, mesh=sizes, layout=layout)
     if error is not None:
         raise error
 
@@ -51,12 +53,7 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: Any) -> None:
         before = found.manifest.state
         if change := first_change(before["model"], model_facts(model)) if "model" in before else None:
             raise CheckpointError(f"{folder}: was trained with {change}; set it back, or start a new run")
-        state = _state(model, optimizer)
-        if unknown := sorted(set(found.manifest.tensors) - set(state)):
-            raise CheckpointError(
-                f"{folder}: has {unknown[0]}, which this model lacks; is it of another model? use its own"
-            )
-        checkpoints.load(found.folder, found.manifest, state, None)
+        load_state(checkpoints, found.folder, found.manifest, _state(model, optimizer), optimizer, {})
         for group, settings in zip(optimizer.param_groups, before["groups"], strict=True):
             group |= {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
 

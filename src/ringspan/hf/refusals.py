@@ -11,7 +11,10 @@ from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.hf.config import RingConfig
 
 # Optimizers that treat each number by itself; tests compare each with one process.
-_OPTIMIZERS: Final = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"})
+_OPTIMIZERS: Final = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"}) | {
+    *("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit"),
+    *("lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
+}
 # TRL's callbacks, and what to do instead.
 _CALLBACKS: Final = {
     "BEMACallback": "it copies whole weights, which are split here; leave it out",

@@ -21,6 +21,7 @@ from ringspan.torch.runtime.foreign_mesh import ring_mesh
 from ringspan.torch.weights.files import WeightFiles, folder_of
 from ringspan.torch.weights.loaded import first_of
 from ringspan.torch.weights.loading import unread_model
+from ringspan.torch.weights.packing import pack_unread
 
 _log = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ def from_pretrained(
     variant: str | None = None,
     trust_remote_code: bool = False,
     model_class: Any = None,
+    quantization_config: Any = None,
     adapt: Callable[[PreTrainedModel], Any] | None = None,
     **options: Any,
 ) -> PreTrainedModel:
@@ -58,6 +60,8 @@ def from_pretrained(
         trust_remote_code: whether Python files of the folder may be run.
         model_class: the auto class of transformers that creates the model. Default: ``AutoModelForCausalLM`` if it has
             one; for a model that sees, it may create only the language model: give ``AutoModelForMultimodalLM``.
+        quantization_config: a ``BitsAndBytesConfig``, to pack projections in 4 or 8 bits as they are read, one at a
+            time: the same numbers as transformers'. ``adapt`` gives them adapters.
         adapt: changes the model before it is split, for example ``lambda model: get_peft_model(model, config)``. Its
             weights have shapes and dtypes then; computations on them run when they are read.
         options: those of ``parallelize``.
@@ -95,6 +99,8 @@ def from_pretrained(
         )
         if extra and mesh.get_rank() == int(mesh.mesh.min()):
             _log.warning("%s: the model has no place for %s, left out", folder_or_id, first_of(extra))
+        if quantization_config is not None:
+            pack_unread(model, quantization_config)
         model = model if adapt is None else adapt(model)
         facts.alike = {"tensors in the files": files.digest, "watchdog": options.get("watchdog", False)}
     if options.get("watchdog", False):

@@ -17,6 +17,7 @@ from ringspan.checkpoints.state import random_state, restore, run_state
 from ringspan.core.errors import CheckpointError, ConfigError
 from ringspan.core.files.disk import write_synced
 from ringspan.torch.consistency.watchdog import Limits, Watchdog
+from ringspan.torch.memory.local_optimizer import own_state
 from ringspan.torch.model.adapters import is_peft
 from ringspan.torch.weights.writing import HEADROOM_BYTES
 from ringspan.train.config.tables import TrainConfig
@@ -198,7 +199,7 @@ class _Run:
             error = self._checkpoints.save(
                 self._step,
                 run_state(job.model, job.optimizer),
-                random_state(job.device),
+                random_state(job.device) | own_state(job.optimizer),
                 state,
                 mesh={axis: job.mesh[axis].size() for axis in job.mesh.mesh_dim_names or ()},
                 layout=self._config.attention.layout,

@@ -1,5 +1,6 @@
 """AdamW: the decayed parameters, and the place and bits of its moments."""
 
+import importlib
 import importlib.util
 from typing import Any
 
@@ -15,6 +16,8 @@ from ringspan.train.config.tables import OptimizerConfig
 
 def build_optimizer(model: PreTrainedModel, settings: OptimizerConfig) -> torch.optim.Optimizer:
     groups, options = _decayed(model, settings), {"betas": settings.betas, "eps": settings.eps}
+    if settings.name != "adamw":
+        return _of_bitsandbytes(groups, options, settings.name)
     if settings.state == "8bit":
         return _low_bit(groups, options, settings)
     if settings.on_host:
@@ -31,6 +34,19 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
             group["lr"].fill_(rate)
         else:
             group["lr"] = rate
+
+
+def _of_bitsandbytes(groups: list[dict[str, Any]], options: dict[str, Any], name: str) -> torch.optim.Optimizer:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            f'optimizer.name = "{name}": needs bitsandbytes, which is not installed; pip install bitsandbytes, or set '
+            'optimizer.name = "adamw"'
+        )
+    optim: Any = importlib.import_module("bitsandbytes.optim")
+    if name == "lion_8bit":
+        return optim.Lion8bit(groups, betas=options["betas"])
+    kinds = {"adamw_8bit": optim.AdamW8bit, "paged_adamw": optim.PagedAdamW, "paged_adamw_8bit": optim.PagedAdamW8bit}
+    return kinds[name](groups, **options)
 
 
 def _low_bit(groups: list[dict[str, Any]], options: dict[str, Any], settings: OptimizerConfig) -> torch.optim.Optimizer:

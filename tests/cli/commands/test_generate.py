@@ -31,7 +31,6 @@ CONFIG: dict[str, Any] = {
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
-    """A token a byte."""
     vocabulary = {letter: number for number, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer: Any = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -61,7 +60,6 @@ def folder(tmp_path_factory):
 
 
 def expected(folder: Path, prompt: str, **options: Any) -> list[int]:
-    """The new tokens of one process."""
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
     ids = AutoTokenizer.from_pretrained(folder)(prompt, return_tensors="pt").input_ids
     torch.manual_seed(options.pop("seed", 0))

@@ -36,7 +36,6 @@ def test_a_layout_reads_back_from_its_text(layout):
 
 
 def work(layout, mask):
-    """Allowed pairs whose query each rank holds."""
     regions = stretches(mask, layout.length).regions
     return np.array(
         [

@@ -14,7 +14,6 @@ span_layouts = st.one_of(
 
 
 def end_of(layout: Layout) -> int:
-    """Behind the last position of any rank."""
     return max(span.start + span.count for rank in range(layout.ranks) for span in layout.spans(rank))
 
 

@@ -41,7 +41,6 @@ _KINDS = {
 
 
 def write(folder: Path) -> Path:
-    """The folder with data and definitions."""
     texts = [{"text": text} for text in _TEXTS]
     choices = [{"text": text, "choices": choices, "gold": gold} for text, choices, gold in _CHOICES]
     short = [{"text": text[:200]} for text in _TEXTS]  # there is to be room for the answer

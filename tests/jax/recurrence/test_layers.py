@@ -99,7 +99,6 @@ def on_ring(name: str, layout: rs.Layout, starts: tuple[int, ...], given: dict[s
 
 
 def by_document(name: str, starts: tuple[int, ...], given: dict[str, np.ndarray]) -> np.ndarray:
-    """The oracle of each document by itself."""
     layer, dims, out_dim = LAYERS[name]
     tokens = next(given[key].shape[dim] for key, dim in dims.items() if dim is not None)
     outs = []

@@ -60,7 +60,6 @@ def media_of(kind: str, units: int = 5) -> Media:
 
 
 def video_of(kind: str) -> Media:
-    """Three pairs of frames, or five frames."""
     return read_media(None, "5" if kind == "llava_onevision" else "6x16x8", None)
 
 

@@ -21,7 +21,6 @@ from tests.torch.views import VECTORS, VIEWS
 
 
 def operator(*tensors):
-    """out and lse, by the operator itself."""
     return torch.ops.ringspan.ring_attention(*tensors, *PLAIN)
 
 

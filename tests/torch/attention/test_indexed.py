@@ -54,7 +54,6 @@ def oracle(mask, topk, sinks, tensors):
 
 
 def on_ring(layout, mask, topk, sinks, tensors):
-    """Return the same, of a ring."""
     padding = padding_of(layout)
     spec = AttentionSpec(scale=SCALE, mask=mask.spec, layout=layout.name, padding=padding, route="all-gather")
 

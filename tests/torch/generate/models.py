@@ -42,5 +42,4 @@ def model(name: str, **changes: object) -> AutoModelForCausalLM:
 
 
 def prompt(length: int, batch: int = 1, seed: int = 0) -> torch.Tensor:
-    """Token ids without padding."""
     return torch.randint(1, 97, (batch, length), generator=torch.Generator().manual_seed(seed + length))

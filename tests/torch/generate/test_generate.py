@@ -330,7 +330,6 @@ def test_unsupported_options_raise_everywhere_and_leave_no_trace(pool):
 
 
 def stopped(mesh: DeviceMesh) -> int:
-    """Ranks whose clocks and criteria disagree."""
     model: Any = rs.parallelize(models.model("llama"), mesh)
     rank = mesh.get_rank()
 

@@ -148,7 +148,6 @@ def test_layers_of_split_heads_under_autocast(pool):
 
 
 def refused(mesh: DeviceMesh) -> None:
-    """A temperature, a state, and routers' scores."""
     with pytest.raises(rs.UnsupportedError, match="compile=True: Llama4TextModel scales queries by their positions"):
         rs.parallelize(build("llama4_text"), mesh, compile=True)
     with pytest.raises(rs.UnsupportedError, match="compile=True: Lfm2Model has layers with a state or a convolution"):

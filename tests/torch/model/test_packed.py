@@ -5,18 +5,15 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, TorchAoConfig
 
 import ringspan as rs
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.layers.modules import local_part
-from ringspan.torch.layers.packed import plain_parts
-from tests.torch.model.test_peft import PROJECTIONS, check, step, stir
-from tests.torch.models import build, tokens, whole
+from tests.torch.model.test_peft import check, step, stir
+from tests.torch.models import build
 
 torchao: Any = pytest.importorskip("torchao.quantization")
 Int8WeightOnlyConfig, IntxWeightOnlyConfig = torchao.Int8WeightOnlyConfig, torchao.IntxWeightOnlyConfig
@@ -72,53 +69,10 @@ def test_adapters_of_packed_weights_train_as_on_one_process(pool, kind, bits, ra
         check(result, expected)
 
 
-def sizes(mesh: DeviceMesh) -> tuple[int, int, int]:
-    """Bytes of packed weights: before, on this rank, and as FSDP gathers them."""
-    model = quantised()
-    parts = [part for name, weight in model.named_parameters() for _, part in plain_parts(name, weight)]
-    before = sum(part.nbytes for part in parts)
-    rs.parallelize(adapted(model), mesh)
-    split: list[Any] = [weight for weight in model.parameters() if not weight.requires_grad]
-    assert all(isinstance(weight, DTensor) for weight in split)
-    return before, sum(local_part(weight).nbytes for weight in split), sum(weight.nbytes for weight in split)
-
-
-def test_packed_weights_are_split_in_as_many_bytes_as_they_have(pool):
-    [(before, here, gathered), (_, there, _)] = pool.run(sizes, 2)
-    assert here + there == gathered == before
-    assert abs(here - there) < before / 100
-    assert before < sum(p.numel() for p in build("llama").parameters()) * 2, "packed in less than two bytes a weight"
-
-
 def from_folder(folder: Path) -> Any:
     torch.manual_seed(4)
     config = TorchAoConfig(Int8WeightOnlyConfig())
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa", quantization_config=config)
-
-
-def saved(mesh: DeviceMesh, base: Path, folder: Path) -> Any:
-    model = rs.parallelize(adapted(from_folder(base), PROJECTIONS), mesh)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
-    step(model, mesh)
-    optimizer.step()
-    model.save_pretrained(folder)
-    model.eval()
-    ids = tokens(1, 6)
-    made = model.generate(input_ids=ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
-    return {name: whole(p.detach()) for name, p in model.named_parameters() if p.requires_grad}, made
-
-
-def test_peft_opens_the_adapter_of_a_quantised_model(pool, tmp_path):
-    build("llama").save_pretrained(tmp_path / "base")
-    (weights, made), _ = pool.run(saved, 2, tmp_path / "base", tmp_path / "adapter")
-    assert {*(each.name for each in (tmp_path / "adapter").iterdir())} >= {"adapter_model.safetensors"}
-    opened: Any = PeftModel.from_pretrained(from_folder(tmp_path / "base"), tmp_path / "adapter")
-    found = dict(opened.named_parameters())
-    assert weights
-    for name, weight in weights.items():
-        assert torch.equal(found[name], weight), name
-    plain = opened.eval().generate(input_ids=tokens(1, 6), max_new_tokens=4, do_sample=False, pad_token_id=0)
-    assert made.tolist() == plain.tolist()
 
 
 def trained_itself() -> Any:

@@ -63,7 +63,6 @@ def adapt(kind: str, options: dict[str, Any], **changes: Any) -> Any:
 
 
 def stir(model: Any) -> Any:
-    """Adapters start from zero: give them something."""
     generator = torch.Generator().manual_seed(2)
     for parameter in model.parameters():
         if parameter.requires_grad:

@@ -21,7 +21,6 @@ def fail(*_: Any) -> None:
 
 
 def evaluate(model: Any, batch: Any, how: str) -> None:
-    """A pass that does not train."""
     match how:
         case "no_grad":
             with torch.no_grad():

@@ -271,7 +271,6 @@ def _videos(
 
 
 def one_process(kind: str, batch: Any, dtype: torch.dtype = torch.float64) -> Any:
-    """Loss, logits and gradients."""
     model = build(kind, dtype=dtype)
     logits = model(**{name: value for name, value in batch.items() if name != "labels"}).logits
     loss = cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())  # theirs is of float32

@@ -15,7 +15,6 @@ SIDE = 4
 
 
 def video(kind: str, frames: int) -> dict[str, Tensor]:
-    """A prompt with one video."""
     per_frame = SIDE**2 // 4
     runs = [[VIDEO] * per_frame + [3]] * frames if kind == "qwen3_vl" else [[VIDEO] * per_frame * frames]
     ids = torch.tensor([[4, 5, *(token for run in runs for token in run), 6, 7]])
@@ -29,7 +28,6 @@ def video(kind: str, frames: int) -> dict[str, Tensor]:
 
 
 def saved_bytes(mesh: DeviceMesh, kind: str, frames: int) -> int:
-    """What the tower keeps on this rank."""
     kept: dict[int, Tensor] = {}  # by address, and held: none is given out again
     is_inside = False
     model: Any = build(kind, dtype=torch.float32)

@@ -31,7 +31,6 @@ def text(ids: Tensor) -> Any:
 
 
 def parts_of(kind: str) -> list[Any]:
-    """Images, text, an image, and text."""
     images = prompt(kind, [[3, "i", 2, "i", 5]]), {**batch_of(kind, [[2, "i", 3]], seed=9)}
     del images[1]["labels"]
     return [images[0], text(LATER), images[1], text(LATER + 9)]

@@ -27,7 +27,6 @@ def losses(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def one_process(kind: str, dtype: torch.dtype, ids: Tensor, documents: Any = None, **changes: Any) -> Any:
-    """Loss and gradients, each document alone."""
     model = build(kind, dtype, **changes)
     lengths = documents or [[ids.shape[1]]] * len(ids)
     rows = [

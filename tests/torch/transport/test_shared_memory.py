@@ -83,7 +83,6 @@ class Group:
 
 @pytest.fixture
 def ranks_in_threads(monkeypatch):
-    """Makes the shared memory of three ranks."""
     monkeypatch.setattr(shared, "gather", lambda thing, group: group.all_gather(thing))
     monkeypatch.setattr(dist, "get_rank", lambda group: group.rank)
     monkeypatch.setattr(dist, "get_world_size", lambda group: 3)
@@ -135,7 +134,6 @@ def test_a_slot_is_free_when_nobody_has_a_tensor_on_its_message(ranks_in_threads
     writer, *readers = ranks_in_threads()
 
     def start():
-        """Where the next message would be."""
         return writer.memory.allocate(1 << 16).data_ptr()
 
     message = writer.memory.allocate(1 << 16).fill_(7)

@@ -152,7 +152,6 @@ def test_a_folder_that_one_rank_lacks_or_has_otherwise_is_named(pool: Any, tmp_p
 
 
 def steps(mesh: Any, folder: str, how: str) -> Any:
-    """Losses of three steps from a folder."""
     if how == "read":
         model: Any = rs.from_pretrained(folder, mesh, dtype=torch.float32)
     else:

@@ -68,7 +68,6 @@ def texts(config: DataConfig) -> list[str]:
 
 
 def corpus(folder: Path, num_documents: int) -> Path:
-    """Documents of different lengths and contents."""
     for i in range(num_documents):
         write(folder / f"{i:03}.txt", f"{i} " + TEXT[: 11 + 7 * i % 40] + f" end of {i}")
     return folder

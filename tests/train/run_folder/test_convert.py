@@ -42,7 +42,6 @@ def runs(pool, text):  # noqa: F811
 
 @pytest.fixture
 def run(runs, tmp_path):
-    """A run that may be spoilt."""
     shutil.copytree(runs / "ring of 4", tmp_path / "run")
     return tmp_path / "run"
 

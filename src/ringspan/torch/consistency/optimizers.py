@@ -6,9 +6,10 @@ from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.torch.memory.local_optimizer import give_shards, is_local, take_back
 from ringspan.torch.memory.sharding import gathered_parameters
 
 _STEPS: Final = "steps of the optimizer "
@@ -23,6 +24,7 @@ def watch_optimizers(model: nn.Module) -> None:
     """Track the settings of optimizers that step this model's parameters."""
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_note))
+        _hooks.append(register_optimizer_step_post_hook(_end))
     _models.add(model)
 
 
@@ -49,6 +51,14 @@ def _note(optimizer: Optimizer, args: object, kwargs: object) -> None:
             if key != "params":
                 settings = tuple(_plain(group.get(key)) for group in optimizer.param_groups)
                 facts[f"optimizer setting {key} of {kind}"] = settings[0] if len(settings) == 1 else settings
+
+    if _owners[optimizer] and is_local(optimizer):
+        give_shards(optimizer)
+
+
+def _end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    if is_local(optimizer):
+        take_back(optimizer)
 
 
 def _describe(optimizer: Optimizer) -> str:

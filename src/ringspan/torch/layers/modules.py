@@ -32,9 +32,13 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def example_of(module: nn.Module) -> nn.Parameter:
-    """Return a module's first parameter of real numbers, the type it computes in; packed parts are not."""
-    return next(parameter for parameter in module.parameters() if parameter.is_floating_point())
+def example_of(module: nn.Module) -> Tensor:
+    """Return a tensor of a module's device and type of computation: its first parameter that is not packed, if any."""
+    parameters = [*module.parameters()]
+    types = (getattr(part, "compute_dtype", None) for part in module.modules())
+    dtype = next((each for each in types if isinstance(each, torch.dtype)), torch.float32)
+    plain = (parameter for parameter in parameters if parameter.is_floating_point())
+    return next(plain, torch.empty(0, dtype=dtype, device=parameters[0].device))
 
 
 def autocast_now(kind: str) -> Callable[[], torch.autocast]:

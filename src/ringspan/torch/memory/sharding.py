@@ -13,8 +13,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.layers.packed import split_into_parts
 from ringspan.torch.weights.deferred import held_regions
+from ringspan.torch.weights.packed import split_into_parts
 
 
 def shard_weights(

@@ -17,11 +17,11 @@ from ringspan.torch.consistency.calls import Call, check_call, meeting
 from ringspan.torch.consistency.loop_watch import in_call
 from ringspan.torch.consistency.optimizers import optimizer_facts
 from ringspan.torch.layers.modules import class_name, whole
-from ringspan.torch.layers.packed import has_packed
 from ringspan.torch.layers.positions import as_trained
 from ringspan.torch.layers.view import RingModel
 from ringspan.torch.memory.sharding import settle
 from ringspan.torch.transport.collectives import gather_over
+from ringspan.torch.weights.packed import has_packed
 from ringspan.torch.weights.saving import plan_weights, write_weights
 from ringspan.torch.weights.writing import MAX_SHARD_SIZE, missing_room, put_in_place, scratch_in
 

@@ -15,17 +15,17 @@ from ringspan.torch.consistency.fixed import HOOKED
 from ringspan.torch.layers.blockwise.blocks import mixes_tokens
 from ringspan.torch.layers.decoder import layers_of
 from ringspan.torch.layers.embedding import own_gradient
-from ringspan.torch.layers.packed import is_packed, packed_weights, plain_parts
 from ringspan.torch.memory.shared_blocks import find_shared_blocks
+from ringspan.torch.weights.packed import PACKERS, is_packed, packed_weights, parts_in, plain_parts
 
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_QUANTISED: Final = ("torch.ao.nn", "bitsandbytes", "torchao")  # where packed weights and their modules come from
+_SPLITTABLE: Final = ("Linear4bit", "LinearFP4", "LinearNF4", "Linear8bitLt")  # modules of bitsandbytes
 
 DEQUANTISE: Final = (
     "load it without quantization_config or, where its files are quantised, dequantise it in one process: "
     "from_pretrained(..., quantization_config=<its config class>(dequantize=True)) or model.dequantize(), then "
-    "save_pretrained. Frozen weights that are quantised by torchao (Int8WeightOnlyConfig, IntxWeightOnlyConfig) can be "
-    "split: quantise with that, and train adapters"
+    "save_pretrained. Frozen weights that are quantised by bitsandbytes (BitsAndBytesConfig) or torchao "
+    "(Int8WeightOnlyConfig, IntxWeightOnlyConfig) can be split: quantise with these, and train adapters"
 )
 
 
@@ -37,12 +37,15 @@ def refuse_weights(model: PreTrainedModel) -> None:
     method = getattr(model, "quantization_method", None)
     method = getattr(method, "value", method)
     is_quantised = getattr(model, "hf_quantizer", None) is not None or getattr(model, "is_quantized", False)
-    if is_quantised and method != "torchao":
+    if is_quantised and method not in PACKERS:
         how = f" ({method})" if method else ""
         raise UnsupportedError(f"{name} is quantised{how}, and packed weights cannot be split over ranks; {DEQUANTISE}")
     for path, module in model.named_modules():
         _refuse_module(name, path, module)
+    parts = parts_in(model)
     for path, parameter in model.named_parameters():
+        if id(parameter) in parts:
+            continue
         if isinstance(parameter.data, DTensor):
             raise UnsupportedError(f"{name} was sharded before ({path} is a DTensor); give the model as it was")
         if is_packed(parameter):
@@ -72,7 +75,9 @@ def shards_of(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
 def _refuse_module(name: str, path: str, module: nn.Module) -> None:
     if isinstance(module, FSDPModule):
         raise UnsupportedError(f"{name} was sharded before (fully_shard of {path or 'it'}); give the model as it was")
-    if type(module).__module__.startswith(_QUANTISED):
+    if type(module).__module__.startswith("bitsandbytes") and type(module).__name__ in _SPLITTABLE:
+        _refuse_bitsandbytes(name, path, module)
+    elif type(module).__module__.startswith(("torch.ao.nn", *PACKERS)):
         raise UnsupportedError(
             f"{name} is quantised ({path} is a {type(module).__name__}), and packed weights cannot be split over "
             f"ranks; {DEQUANTISE}"
@@ -86,6 +91,27 @@ def _refuse_module(name: str, path: str, module: nn.Module) -> None:
     if option:
         raise UnsupportedError(
             f"{name}: {path} has {option}, which depends on all tokens of a step, and a rank has some; leave it out"
+        )
+
+
+def _refuse_bitsandbytes(name: str, path: str, module: Any) -> None:
+    """Refuse a projection of bitsandbytes that is not packed yet, or chooses columns by all tokens."""
+    state, weight = getattr(module, "state", None), module.weight
+    if state is not None and state.threshold > 0:
+        raise UnsupportedError(
+            f"{name}: {path} computes columns with values above llm_int8_threshold={state.threshold} apart, which it "
+            "chooses by all tokens, and a rank has some; use llm_int8_threshold=0.0, or load_in_4bit"
+        )
+    if state is not None:  # a forward pass moves them from the weight to the module
+        weight.ring_scales = state.SCB if weight.SCB is None else weight.SCB
+    else:
+        module.support_avx512bf16_for_cpu = False  # in evaluation it would pack weights anew, in place
+    scales = weight.quant_state if state is None else weight.ring_scales
+    if scales is None or getattr(scales, "packing_format_for_cpu", False):
+        how = "is not packed yet" if scales is None else "was packed anew by a forward pass on a CPU"
+        raise UnsupportedError(
+            f"{name}: {path} (a {type(module).__name__}) {how}; load the model with "
+            "quantization_config=BitsAndBytesConfig(...), and call parallelize before it runs"
         )
 
 
@@ -120,6 +146,8 @@ def _refuse_mixing(name: str, model: nn.Module) -> None:
     """Refuse projections whose activation quantisation depends on all tokens."""
     tried: set[Any] = set()
     for path, module, _, weight in packed_weights(model):
+        if not hasattr(weight, "__tensor_flatten__"):  # bitsandbytes': see _refuse_bitsandbytes
+            continue
         kind = type(module), repr(weight.__tensor_flatten__()), tuple(weight.shape)
         if not isinstance(module, nn.Linear) or kind in tried or weight.is_meta:
             continue

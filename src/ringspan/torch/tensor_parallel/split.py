@@ -22,9 +22,9 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.blockwise.head import vocabularies
 from ringspan.torch.layers.decoder import of_layers, text_config
 from ringspan.torch.layers.modules import Mixin, computes_as, hooks_of, local_part, mix_in
-from ringspan.torch.layers.packed import is_packed
 from ringspan.torch.tensor_parallel.lora import WHOLE, with_adapters
 from ringspan.torch.transport.sums import Sum, SumOfGradients
+from ringspan.torch.weights.packed import is_packed
 
 _COLUMNS: Final = ("colwise", "colwise_gather_output", "colwise_rep")  # the last is the second one's former name
 STYLES: Final = (*_COLUMNS, "rowwise", "embedding_rowwise", "replicated_with_grad_allreduce")

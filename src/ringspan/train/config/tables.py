@@ -125,6 +125,8 @@ class OptimizerConfig(Table):
     """Weight of the squared log-sum-exp of the logits in the loss, which keeps logits near 0."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """Share of each target's probability spread over the vocabulary."""
+    name: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "lion_8bit"] = "adamw"
+    """AdamW, or an optimizer of bitsandbytes with moments in 8 bits, or in pages that go to the host if need be."""
     state: Literal["float32", "8bit"] = "float32"
     """Moments of AdamW; "8bit" needs torchao."""
     on_host: bool = False
@@ -139,6 +141,15 @@ class OptimizerConfig(Table):
 
     @model_validator(mode="after")
     def _check_state(self) -> "OptimizerConfig":
+        if self.name != "adamw":
+            defaults = {"state": "float32", "on_host": False, "rounding": "nearest"}
+            defaults |= {"eps": 1e-8} if self.name == "lion_8bit" else {}
+            for option, value in defaults.items():
+                if (given := getattr(self, option)) != value:
+                    raise ConfigError(
+                        f"optimizer.{option} = {given!r}: has no effect on {self.name}; leave it out, or set "
+                        'optimizer.name = "adamw"'
+                    )
         if self.rounding == "master" and not self.on_host:
             raise ConfigError(
                 'optimizer.rounding = "master": float32 copies on the device take as much as float32 parameters; set '

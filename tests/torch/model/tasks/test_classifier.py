@@ -37,7 +37,6 @@ def gradients(model: Any) -> dict[str, Tensor]:
 
 
 def loss_of(logits: Tensor, rows: int) -> Tensor:
-    """One that knows each logit's place."""
     return (logits.float().tanh() * torch.arange(logits[0].numel()).view(logits.shape[1:]).cos()).sum() / rows
 
 

@@ -22,8 +22,8 @@ from ringspan.torch.data.batch import IGNORED
 from ringspan.torch.data.loss_blocks import LossOptions, slices
 from ringspan.torch.layers.blockwise.blocks import accumulate, mixes_tokens
 from ringspan.torch.layers.modules import autocast_now, computes_as, example_of, forward_of, hooks_of
-from ringspan.torch.layers.packed import is_packed
 from ringspan.torch.layers.view import RingModel
+from ringspan.torch.weights.packed import is_packed
 
 
 def head_of(model: RingModel) -> nn.Module:

@@ -1,0 +1,172 @@
+"""Frozen weights packed by torchao (int8, int4) or bitsandbytes (nf4, fp4, int8), sharded as plain tensors.
+
+FSDP2 cannot shard packed tensor subclasses. So each is replaced by its parts (integers, scales, zero points) as
+parameters, sharded and gathered layer by layer at their packed size; its module rebuilds the packed tensor on access.
+"""
+
+from collections.abc import Iterator
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from ringspan.torch.weights.deferred import Deferred
+
+PACKERS: Final = ("torchao", "bitsandbytes")
+
+
+class Packing(Protocol):
+    """A way to take one kind of packed tensor apart and put it together."""
+
+    constants: dict[str, Tensor]
+    """Small tensors that all ranks keep: tables of codes."""
+
+    def parts(self, tensor: Any) -> dict[str, Tensor]:
+        """Return the plain tensors of a packed one, which share its memory."""
+        ...
+
+    def rebuild(self, parts: dict[str, Tensor]) -> Any:
+        """Return the packed tensor of such parts."""
+        ...
+
+
+class _Flattened:
+    """A subclass that flattens itself as torch asks of it: torchao's."""
+
+    def __init__(self, tensor: Any) -> None:
+        self._kind, self.constants = type(tensor), dict[str, Tensor]()
+        self._names, self._facts = tensor.__tensor_flatten__()
+
+    def parts(self, tensor: Any) -> dict[str, Tensor]:
+        return {name: getattr(tensor, name) for name in self._names}
+
+    def rebuild(self, parts: dict[str, Tensor]) -> Any:
+        return self._kind.__tensor_unflatten__(parts, self._facts, None, None)
+
+
+class FourBits:
+    """``Params4bit`` of bitsandbytes: two weights in a byte, a scale for each block, which may be packed itself."""
+
+    def __init__(self, kind: Any, state: Any, storage: torch.dtype) -> None:
+        self._kind, self._state = kind, type(state)
+        self._facts = {"blocksize": state.blocksize, "quant_type": state.quant_type}
+        self._shape, self._dtype, self._storage = state.shape, state.dtype, storage
+        self.constants = {"code": state.code}
+        self._nested: dict[str, Any] = {}
+        if state.nested:
+            self.constants["nested_code"] = state.state2.code
+            self._nested = {"blocksize": state.state2.blocksize, "dtype": state.state2.dtype}
+
+    def parts(self, tensor: Any) -> dict[str, Tensor]:
+        return self.parts_of(tensor.detach().as_subclass(Tensor), tensor.quant_state)
+
+    @staticmethod
+    def parts_of(packed: Tensor, state: Any) -> dict[str, Tensor]:
+        """Return the parts of packed numbers with bitsandbytes' state of them."""
+        found = {"packed": packed.view(torch.uint8), "absmax": state.absmax}
+        if state.nested:
+            found |= {"nested_absmax": state.state2.absmax, "offset": state.offset.view(1)}
+        return found
+
+    def rebuild(self, parts: dict[str, Tensor]) -> Any:
+        nested: dict[str, Any] = {}
+        if self._nested:
+            inner = self._state(absmax=parts["nested_absmax"], code=parts["nested_code"], **self._nested)
+            nested = {"offset": parts["offset"].squeeze(), "state2": inner}
+        about = {"code": parts["code"], "shape": self._shape, "dtype": self._dtype, **self._facts}
+        return self._kind(
+            parts["packed"].view(self._storage),
+            quant_state=self._state(absmax=parts["absmax"], **about, **nested),
+            compress_statistics=bool(self._nested),
+            quant_storage=self._storage,
+            bnb_quantized=True,
+            **self._facts,
+        )
+
+
+class EightBits:
+    """``Int8Params`` of bitsandbytes: rows of int8, a scale for each."""
+
+    def __init__(self, kind: Any) -> None:
+        self._kind, self.constants = kind, dict[str, Tensor]()
+
+    def parts(self, tensor: Any) -> dict[str, Tensor]:
+        scales = getattr(tensor, "ring_scales", tensor.SCB)
+        return {"packed": tensor.detach().as_subclass(Tensor), "scales": scales}
+
+    def rebuild(self, parts: dict[str, Tensor]) -> Any:
+        packed = parts["packed"]
+        return self._kind(packed, requires_grad=False, CB=packed, SCB=parts["scales"])
+
+
+def is_packed(tensor: Tensor) -> bool:
+    """Return True if a weight is a tensor of torchao or of bitsandbytes."""
+    return type(tensor).__module__.startswith(PACKERS)
+
+
+def packing_of(tensor: Any) -> Packing:
+    """Return the packing of a packed tensor."""
+    if hasattr(tensor, "quant_state"):
+        return FourBits(type(tensor), tensor.quant_state, tensor.quant_storage)
+    return EightBits(type(tensor)) if hasattr(tensor, "SCB") else _Flattened(tensor)
+
+
+def plain_parts(name: str, tensor: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the names and plain tensors of a weight, itself unless packed. They share its memory."""
+    if is_packed(tensor):
+        for part, plain in packing_of(tensor).parts(tensor).items():
+            yield f"{name}.{part}", plain
+    else:
+        yield name, tensor
+
+
+def packed_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]]:
+    """Yield path, module, name and tensor of each packed weight; a shared one repeatedly."""
+    for path, module in model.named_modules():
+        for name, weight in module._parameters.items():
+            if weight is not None and is_packed(weight):
+                yield path, module, name, weight
+
+
+def split_into_parts(model: nn.Module) -> None:
+    """Replace each packed weight by its parts as parameters; ``module.weight`` rebuilds the packed tensor on access."""
+    for _, module, name, weight in [*packed_weights(model)]:
+        packing = packing_of(weight)
+        split_weight(module, name, packing, packing.parts(weight))
+
+
+def split_weight(module: nn.Module, name: str, packing: Packing, parts: dict[str, Tensor]) -> None:
+    """Put parts in place of a module's packed weight."""
+    # unsafe: not compared with what it was, since packed tensors do not compare.
+    parametrize.register_parametrization(module, name, _Packed(packing, parts), unsafe=True)
+    # The class is this module's own now. bitsandbytes' would save what it finds in the whole weight.
+    setattr(type(module), "_save_to_state_dict", nn.Module._save_to_state_dict)  # noqa: B010
+
+
+def has_packed(model: nn.Module) -> bool:
+    """Return True if a model has packed weights or their parts."""
+    return bool(parts_in(model)) or next(packed_weights(model), None) is not None
+
+
+def parts_in(model: nn.Module) -> set[int]:
+    """Return the ids of the parameters that are parts of packed weights."""
+    lists = (module for module in model.modules() if isinstance(module, parametrize.ParametrizationList))
+    return {id(p) for each in lists if isinstance(each[0], _Packed) for p in each.parameters()}
+
+
+class _Packed(nn.Module):
+    def __init__(self, packing: Packing, parts: dict[str, Tensor]) -> None:
+        super().__init__()
+        self._packing, self._names, self._given = packing, [*parts], [*parts.values()]
+        for name, constant in packing.constants.items():
+            self.register_buffer(name, constant, persistent=False)
+
+    def right_inverse(self, tensor: object) -> list[Tensor]:
+        given, self._given = self._given, []
+        return given
+
+    def forward(self, *parts: Tensor) -> Any:
+        if isinstance(parts[0], Deferred):  # who looks before it is read asks what it is
+            parts = tuple(torch.empty(part.shape, dtype=part.dtype) for part in parts)
+        return self._packing.rebuild(dict(zip(self._names, parts, strict=True)) | dict(self.named_buffers()))
