@@ -56,7 +56,7 @@ def prompts() -> str:
         for row in read("long-prompts-cpu")["rows"]
     ]
     return table(
-        ("prompt", "to the first token", "per token", "cache per rank", "allocated beside it at most"), rows, 0
+        ("prompt", "to the first token", "per token", "cache per rank", "allocated in addition, at most"), rows, 0
     )
 
 
@@ -159,7 +159,7 @@ def tpus() -> str:
         kernel = {"xla": "XLA", "pallas": "Pallas"}[row.get("kernel", "pallas")]
         sizes = f"{row['peak_bytes'] / 1e9:.2f} GB", f"{row['argument_bytes'] / 1e9:.2f} GB"
         rows.append((title, f"{row['tokens_per_device']:,}", kernel, *sizes, f"{row['covered']} of {row['messages']}"))
-    head = ("TPUs", "tokens per device", "kernel", "peak of a device", "of it arguments", "messages behind a kernel")
+    head = ("TPUs", "tokens per device", "kernel", "peak of a device", "of it arguments", "messages hidden by a kernel")
     return table(head, rows)
 
 

@@ -109,7 +109,7 @@ def test_documents_of_a_step_that_does_not_fit_are_refused():
 
 def test_the_command_prints_draws_and_copies_the_fastest_layout(tmp_path):
     options = ["plan", "--devices", "8", "--length", "65536", "--documents", "lognormal:2048"]
-    printed = CliRunner().invoke(app, [*options, "--picture", str(tmp_path / "documents.svg")])
+    printed = CliRunner().invoke(app, [*options, "--explain", "--picture", str(tmp_path / "documents.svg")])
     assert "balanced layout, " in (tmp_path / "documents.svg").read_text()
     assert printed.exit_code == 0, printed.output
     assert "packed documents of" in printed.output

@@ -43,7 +43,7 @@ def test_a_run_that_needs_the_hub_is_refused_at_once(monkeypatch, capsys, workpl
         model_config = load_model_config(config)
         if config.model.tokenizer == "train":
             load_documents(config.data)
-        load_tokenizer(config, model_config)
+        load_tokenizer(config.model, model_config)
     assert time.perf_counter() - started < 5  # its own clients try for half a minute
     assert str(refused.value).startswith(key) and "is neither in" in str(refused.value)
 
