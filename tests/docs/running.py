@@ -172,7 +172,11 @@ scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
 }
 
 # Blocks that other tests run, since they need a package that `make setup` does not install; by a line of theirs.
-ELSEWHERE: Final = {"TorchAoConfig(Int8WeightOnlyConfig())": "tests/torch/model/test_packed.py"}
+ELSEWHERE: Final = {
+    "TorchAoConfig(Int8WeightOnlyConfig())": "tests/torch/model/test_packed.py",
+    "BitsAndBytesConfig(": "tests/torch/model/test_four_bits.py",
+    "deepseek-ai/DeepSeek-V3.2": "tests/torch/recurrence/test_models.py",
+}
 
 
 def python_blocks(page: str) -> list[tuple[str, str]]:

@@ -151,7 +151,7 @@ UNSPLIT = {
     "sparse": "sparse=True",
     "scale_grad_by_freq": "scale_grad_by_freq=True",
     "quantised": "quantised",
-    "packed": r"LlamaForCausalLM is quantised \(bitsandbytes\), .*model.dequantize\(\), then save_pretrained",
+    "packed": r"LlamaForCausalLM is quantised \(gptq\), .*model.dequantize\(\), then save_pretrained",
     "of integers": r"q_proj.weight is torch\.int8",
     "own forward": "del model.forward",
     "same memory": "two parameters over the same memory",
@@ -167,7 +167,7 @@ def test_weights_that_no_ring_can_split_are_refused(how):
         case "quantised":
             model = quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
         case "packed":
-            model.is_quantized, model.quantization_method = True, "bitsandbytes"
+            model.is_quantized, model.quantization_method = True, "gptq"
         case "of integers":
             weight = torch.zeros(64, 64, dtype=torch.int8)
             model.model.layers[0].self_attn.q_proj.weight = nn.Parameter(weight, requires_grad=False)

@@ -181,7 +181,7 @@ def test_what_collators_say_of_a_flattened_row_is_its_documents(said):
             "position_ids and cu_seq_lens_q say different",
         ),
         ({"seq_idx": INDEX[:, :4]}, "seq_idx has shape"),
-        ({"max_length_q": 3}, "max_length_q needs position_ids or cu_seq_lens_q"),
+        ({"max_length_q": 3}, "max_length_q also needs position_ids or"),
         ({"input_ids": tokens(2, 3), "cu_seq_lens_q": ENDS}, "flattened into one row, input_ids has 2"),
     ],
     ids=str,
