@@ -54,9 +54,7 @@ def main() -> None:
     dist.barrier()
 
     packed = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
-    lora = LoraConfig(
-        task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear", modules_to_save=["lm_head"]
-    )
+    lora = LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
     model = rs.from_pretrained(
         base, mesh, quantization_config=packed, adapt=lambda model: get_peft_model(model, lora)
     ).train()
