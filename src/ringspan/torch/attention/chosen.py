@@ -30,7 +30,7 @@ class IndexInputs(NamedTuple):
     k: Tensor
     """Keys (B, n, D)."""
     weights: Tensor
-    """Of the heads, float32 (B, T, H)."""
+    """Weights of the heads, float32 (B, T, H)."""
     scale: float
     topk: int
 

@@ -6,7 +6,7 @@ their owners, which sum them. No gradient reaches the index.
 B batch, T local tokens, n gathered keys in order of position, k chosen keys, H query heads, C numbers of a key.
 """
 
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -86,22 +86,14 @@ def _forward(
     if index_q is not None and index_k is not None and index_weights is not None:
         index = IndexInputs(index_q, index_k, index_weights, index_scale, topk)
     values = slice(value_start, value_stop)
-    out, lse, found = handled(partial(_compute, q, kv, sinks, index, chosen, values, AttentionSpec.parse(spec)))
-    return out, lse, found
+    asked = AttentionSpec.parse(spec)
 
+    def compute() -> tuple[Tensor, Tensor, Tensor]:
+        with one_at_a_time(op.group_of(asked.group)), torch.autocast(q.device.type, enabled=False):
+            ring, _ = op.prepare("indexed forward", q, kv[:, None], kv[:, None], sinks, None, asked)
+            return forward(ring, q, kv, sinks, index, chosen, values)
 
-def _compute(
-    q: Tensor,
-    kv: Tensor,
-    sinks: Tensor | None,
-    index: IndexInputs | None,
-    chosen: Tensor | None,
-    values: slice,
-    asked: AttentionSpec,
-) -> tuple[Tensor, Tensor, Tensor]:
-    with one_at_a_time(op.group_of(asked.group)), torch.autocast(q.device.type, enabled=False):
-        ring, _ = op.prepare("indexed forward", q, kv[:, None], kv[:, None], sinks, None, asked)
-        return forward(ring, q, kv, sinks, index, chosen, values)
+    return handled(compute)
 
 
 def forward(
@@ -201,7 +193,7 @@ class _Held(NamedTuple):
     positions: Tensor
     """Increasing, int32 (n,)."""
     columns_of: dict[int, Tensor]
-    """Where the tokens lie that come from each rank, its own included."""
+    """Columns of the tokens that come from each rank, its own included."""
     first: Tensor
     stop: Tensor
     """Columns [first, stop) that each local query sees, int32 (T,)."""

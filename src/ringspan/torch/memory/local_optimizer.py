@@ -22,7 +22,7 @@ def is_local(optimizer: Optimizer) -> bool:
     return any(kind.__module__.startswith("bitsandbytes.optim") for kind in type(optimizer).__mro__)
 
 
-def give_shards(optimizer: Any, *_: Any) -> None:
+def give_shards(optimizer: Any) -> None:
     """Put this rank's shards in place of an optimizer's sharded parameters, with their gradients and state.
 
     Raises:
@@ -44,13 +44,14 @@ def give_shards(optimizer: Any, *_: Any) -> None:
         group["params"] = [_shard_of(optimizer, p) for p in group["params"]]
 
 
-def take_back(optimizer: Any, *_: Any) -> None:
+def take_back(optimizer: Any) -> None:
     """Put the sharded parameters back after a step, with their new state."""
     for group, params in zip(optimizer.param_groups, _sharded.pop(optimizer, []), strict=False):
         for p, shard in zip(params, group["params"], strict=True):
-            if shard is not p:
-                optimizer.mng.pid2config.pop(id(shard), None)
-            if shard is not p and shard in optimizer.state:
+            if shard is p:
+                continue
+            optimizer.mng.pid2config.pop(id(shard), None)
+            if shard in optimizer.state:
                 optimizer.state[p] = optimizer.state.pop(shard)
         group["params"] = params
 

@@ -105,10 +105,10 @@ def _refuse_bitsandbytes(name: str, path: str, module: Any) -> None:
     if state is not None:  # a forward pass moves them from the weight to the module
         weight.ring_scales = state.SCB if weight.SCB is None else weight.SCB
     else:
-        module.support_avx512bf16_for_cpu = False  # in evaluation it would pack weights anew, in place
+        module.support_avx512bf16_for_cpu = False  # in evaluation it would pack weights again, in place
     scales = weight.quant_state if state is None else weight.ring_scales
     if scales is None or getattr(scales, "packing_format_for_cpu", False):
-        how = "is not packed yet" if scales is None else "was packed anew by a forward pass on a CPU"
+        how = "is not packed yet" if scales is None else "was packed again by a forward pass on a CPU"
         raise UnsupportedError(
             f"{name}: {path} (a {type(module).__name__}) {how}; load the model with "
             "quantization_config=BitsAndBytesConfig(...), and call parallelize before it runs"

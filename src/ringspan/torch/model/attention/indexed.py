@@ -46,7 +46,7 @@ class Choice:
     def __init__(self, index: IndexInputs) -> None:
         self.index: IndexInputs | None = index
         self.chosen: list[Tensor] = []
-        """Of each ``Rows``: global positions, int32 (B, T, k), -1 for none."""
+        """Choice of each ``Rows``: global positions, int32 (B, T, k), -1 for none."""
 
 
 class ChoosingAttention(Mixin):
