@@ -2,8 +2,8 @@
 
     torchrun --nproc-per-node 2 examples/qlora.py
 
-It needs ``pip install 'ringspan[qlora]'`` and makes its own model and data; with yours, only ``base`` and ``dataset``
-change.
+It needs ``pip install '.[qlora]'`` in a checkout and makes its own model and data; with yours, only ``base`` and
+``dataset`` change.
 """
 
 import argparse

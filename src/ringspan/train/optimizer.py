@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ringspan.core.errors import ConfigError
+from ringspan.core.messages.extras import require
 from ringspan.torch.memory.host_optimizer import HostAdamW
 from ringspan.torch.memory.rounding import RoundingAdamW
 from ringspan.train.config.tables import OptimizerConfig
@@ -37,11 +38,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def _of_bitsandbytes(groups: list[dict[str, Any]], options: dict[str, Any], name: str) -> torch.optim.Optimizer:
-    if importlib.util.find_spec("bitsandbytes") is None:
-        raise ConfigError(
-            f'optimizer.name = "{name}": needs bitsandbytes, which is not installed; pip install bitsandbytes, or set '
-            'optimizer.name = "adamw"'
-        )
+    require(f'optimizer.name = "{name}"', "bitsandbytes")
     optim: Any = importlib.import_module("bitsandbytes.optim")
     if name == "lion_8bit":
         return optim.Lion8bit(groups, betas=options["betas"])

@@ -13,6 +13,7 @@ EXTRAS: Final = {
     "jax": "jax",
     "trl": "hf",
     "peft": "peft",
+    "bitsandbytes": "qlora",
     "lightning": "lightning",
     "lm_eval": "eval",
 }
