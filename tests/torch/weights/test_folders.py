@@ -249,8 +249,8 @@ def test_an_impossible_save_is_named_and_leaves_old_files(pool: Any, tmp_path: P
     assert not differences(stored(tmp_path / "old"), before[0])
 
 
-def with_adapters(mesh: Any, folder: str, out: str, is_read: bool, use_dora: bool) -> Any:
-    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"], use_dora=use_dora)
+def with_adapters(mesh: Any, folder: str, out: str, is_read: bool, options: dict[str, Any]) -> Any:
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "down_proj"], **options)
 
     def adapt(model: Any) -> Any:
         torch.manual_seed(5)
@@ -269,11 +269,11 @@ def with_adapters(mesh: Any, folder: str, out: str, is_read: bool, use_dora: boo
     model.save_pretrained(out)
 
 
-@pytest.mark.parametrize("use_dora", [False, True])
-def test_adapters_are_added_to_a_model_before_it_is_read(pool: Any, tmp_path: Path, use_dora: bool):
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}, {"modules_to_save": ["lm_head", "norm"]}], ids=str)
+def test_adapters_are_added_to_a_model_before_it_is_read(pool: Any, tmp_path: Path, options: dict[str, Any]):
     written("llama", tmp_path / "given")
     for is_read in (True, False):
-        pool.run(with_adapters, 2, str(tmp_path / "given"), str(tmp_path / f"out {is_read}"), is_read, use_dora)
+        pool.run(with_adapters, 2, str(tmp_path / "given"), str(tmp_path / f"out {is_read}"), is_read, options)
     found, expected = (stored(tmp_path / f"out {is_read}") for is_read in (True, False))
     assert expected and not differences(found, expected)
 

@@ -62,6 +62,14 @@ class Deferred(Tensor):
     def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"Deferred({tuple(self.shape)}, {self.dtype})"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Deferred":
+        # What is read does not change: a copy is another tensor with the same origin.
+        copied: Any = Deferred(self.shape, self.dtype, self.origin)
+        copied.zeroes = [*self.zeroes]
+        if isinstance(self, torch.nn.Parameter):
+            copied = torch.nn.Parameter(copied, self.requires_grad)
+        return memo.setdefault(id(self), copied)
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
