@@ -1,4 +1,4 @@
-"""Reasons why a plan did not choose another route, or plain FSDP: heads, batch, memory, time and bytes."""
+"""Reasons why a plan did not choose another route, or plain FSDP."""
 
 from dataclasses import dataclass, replace
 from typing import Final
@@ -18,10 +18,7 @@ FSDP: Final = "fsdp"
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """Reason why a plan is not what was ``asked`` for; numbers are None if no mesh allows it.
-
-    ``reason`` is ``chosen``, ``better`` (than the plan), ``heads``, ``memory`` or ``time``.
-    """
+    """Reason against ``asked``: chosen, better (than the plan), heads, memory or time; None if no mesh allows it."""
 
     asked: str
     reason: str
@@ -31,11 +28,7 @@ class Alternative:
 
 
 def why_not(plan: Plan, asked: str) -> Alternative:
-    """Return why ``plan`` is not ``asked``: a route, or ``fsdp`` for whole sequences on each device.
-
-    Raises:
-        UnsupportedError: an unknown route.
-    """
+    """Return why ``plan`` is not ``asked``: a route, or ``fsdp`` (whole sequences); UnsupportedError for another."""
     if asked == FSDP:
         return _fsdp(plan)
     question, setting = plan.question, plan.setting
@@ -73,10 +66,7 @@ def why_not(plan: Plan, asked: str) -> Alternative:
 
 
 def _fsdp(plan: Plan) -> Alternative:
-    """Compare with weights sharded over all devices, and whole sequences on each.
-
-    Memory is computed for a rank whose share is a sequence; a ring's buffers make it a little too high.
-    """
+    """Compare with FSDP over all devices; a ring's buffers, counted too, make its memory a little too high."""
     question, shape, num = plan.question, plan.question.shape, plan.question.devices
     plain = Setting(
         length=num * question.length, ring=num, layout="contiguous", compute_dtype=question.dtype,

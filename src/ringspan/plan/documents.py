@@ -1,4 +1,4 @@
-"""Cost of a step of packed documents on each layout and route, from the schedules of these very documents."""
+"""Cost of a step of packed documents on each layout and route, from their own schedules."""
 
 import json
 from collections import Counter
@@ -34,8 +34,6 @@ _ROUTES: Final = ("ring", "all-gather")  # beside the plan's own: from neighbour
 
 @dataclass(frozen=True)
 class LayoutCost:
-    """A step of packed documents on one layout and route."""
-
     layout: BatchLayoutName
     setting: Setting
     """Step without its layout, which only documents make."""
@@ -57,12 +55,9 @@ class LayoutCost:
 
 
 def read_documents(text: str, length: int) -> tuple[int, ...]:
-    """Return the lengths of documents that fill ``length`` tokens, as ``--documents`` says.
+    """Return the lengths of documents that fill ``length`` tokens: a file's, repeated in order, or lognormal ones.
 
-    A file's lengths are taken in order and repeated if too few; lognormal ones have a fixed seed; the last is cut.
-
-    Raises:
-        ConfigError: neither a file with lengths nor a distribution.
+    The latter have a fixed seed; the last document is cut. ConfigError if ``text`` is neither.
     """
     name, _, numbers = text.partition(":")
     lengths = _lognormal(text, numbers) if name == "lognormal" else _read(Path(text))
@@ -77,11 +72,8 @@ def read_documents(text: str, length: int) -> tuple[int, ...]:
 def compare_layouts(question: Question, setting: Setting, lengths: tuple[int, ...]) -> list[LayoutCost]:
     """Return a plan's step on every layout, by its own route and those that suit documents, the fastest first.
 
-    Striped ones must save three percent, since kernels are slower on their tiles than this model knows.
-
-    Raises:
-        ConfigError: the ring has more than 64 ranks.
-        UnsupportedError: the model's layers have states, or it has towers.
+    Striped ones must save three percent: kernels are slower on their tiles than this model knows. ConfigError for more
+    than 64 ranks, UnsupportedError for states or towers.
     """
     if question.shape.has_states or question.shape.sees:
         what = "towers" if question.shape.sees else "layers with states"
@@ -109,7 +101,7 @@ def compare_layouts(question: Question, setting: Setting, lengths: tuple[int, ..
 
 
 def _work(question: Question, split: Layout, lengths: tuple[int, ...]) -> list[int]:
-    """Count allowed pairs of each rank, over all layers."""
+    """Count each rank's allowed pairs, over all layers."""
     kinds = Counter(question.shape.layer_windows)
     return [
         sum(

@@ -1,4 +1,4 @@
-"""Lookup of names in a table, with near names for what is not there."""
+"""Lookup of names, with near ones for an unknown one."""
 
 import difflib
 from collections.abc import Iterable
@@ -7,12 +7,12 @@ from ringspan.core.errors import ConfigError
 
 
 def normal(name: str) -> str:
-    """Return a name as it is compared: lower case, ``-`` for blanks and underscores."""
+    """Return a name in lower case, with ``-`` for blanks and underscores."""
     return name.strip().lower().replace("_", "-").replace(" ", "-")
 
 
 def unknown(what: str, name: str, known: Iterable[str], remedy: str = "") -> ConfigError:
-    """Build the error for an unknown name, with the most similar known ones, or all of them."""
+    """Build the error for an unknown name, with the most similar known ones, or all."""
     known = list(known)
     near = difflib.get_close_matches(normal(name), known, n=3, cutoff=0.5)
     shown = f"did you mean {' or '.join(near)}" if near else f"known are {', '.join(known)}"

@@ -1,4 +1,4 @@
-"""Choice of mesh, layout, route and checkpoint policy for a training step on a cluster, with reasons."""
+"""Choice of mesh, layout, route and checkpoint policy for a training step, with reasons."""
 
 import math
 from collections.abc import Iterator
@@ -26,7 +26,7 @@ _RANK: Final = 16  # of the adapters that are proposed where all weights do not 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Answer to a question: how to run the step, what it needs, and the reasons in words."""
+    """A way to run the step, what it needs, and reasons in words."""
 
     question: Question
     setting: Setting
@@ -46,7 +46,7 @@ class Plan:
         return self.longest.length if self.longest else 0
 
     def as_json(self) -> dict[str, Any]:
-        """Return the object that ``ringspan plan --json`` prints."""
+        """Return the object of ``ringspan plan --json``."""
         device, setting = self.question.device, self.setting
         blocks = {
             "intra_node": round(min_block_tokens(device.flops, device.intra_node_bandwidth)),
@@ -94,7 +94,6 @@ class Plan:
         }
 
     def _towers(self) -> dict[str, Any]:
-        """Describe what towers make of a sequence, and what a rank keeps of a micro-step's images."""
         shape, setting = self.question.shape, self.setting
         if not shape.sees:
             return {}
@@ -150,10 +149,7 @@ def make_plan(question: Question) -> Plan:
 
 
 def _smallest_change(question: Question, longest: Setting | None) -> tuple[str, int] | None:
-    """Return the first single option with which a question fits, and its bytes at the peak.
-
-    Another dtype for parameters, more devices, adapters, or a shorter length; what hosts can take is in every plan.
-    """
+    """Return the first option with which a question fits, and its peak bytes: dtype, devices, adapters, shorter."""
     counts = [times * question.devices for times in (2, 4, 8)]
     twice, *more = [(f"--devices {count}", {"devices": count}) for count in counts]
     tried: list[tuple[str, dict[str, Any]]] = [("--parameter-dtype bfloat16", {"parameter_dtype": "bfloat16"}), twice]
@@ -175,7 +171,7 @@ def _smallest_change(question: Question, longest: Setting | None) -> tuple[str, 
 
 
 def _shortage(question: Question, setting: Setting) -> tuple[int, int]:
-    """Return the bytes that a setting lacks: on the device, then on the host."""
+    """Return the bytes that a setting lacks, on the device and on the host."""
     on_device = training_memory(question.shape, setting).needed_bytes
     on_host = question.host_shortage(setting)
     return max(on_device, question.device.memory_bytes), on_host[1] if on_host else 0
@@ -184,7 +180,7 @@ def _shortage(question: Question, setting: Setting) -> tuple[int, int]:
 def weighed_seconds(setting: Setting, cost: StepCost) -> float:
     """Return a step's seconds plus three percent for each gain that only a time model promises.
 
-    These are a route other than the ring, tensor parallelism, larger micro-batches and host memory.
+    A route other than the ring, tensor parallelism, larger micro-batches, host memory.
     """
     others = setting.route != "ring", setting.tp > 1, setting.batch > 1, setting.offload != "none"
     return cost.seconds / WORTH_IT ** (sum(others) + setting.optimizer_on_host)
@@ -198,7 +194,7 @@ def _settings(question: Question) -> Iterator[Setting]:
 
 
 class _Race:
-    """Fastest of the settings that have been timed."""
+    """Fastest of the settings timed."""
 
     def __init__(self, question: Question) -> None:
         self._question = question
@@ -206,7 +202,6 @@ class _Race:
         self.fastest: Setting | None = None
 
     def time(self, setting: Setting) -> StepCost:
-        """Time a setting, and keep it if it is the fastest so far."""
         cost = self._question.step_cost(setting)
         seconds = weighed_seconds(setting, cost)
         if seconds < self._seconds:
@@ -214,7 +209,7 @@ class _Race:
         return cost
 
     def is_lost(self, setting: Setting) -> bool:
-        """Return whether it were no faster even with attention shared evenly and nothing sent for it."""
+        """Return whether it is no faster even with attention shared evenly and nothing sent for it."""
         return weighed_seconds(setting, self._question.step_cost(setting, even_passes)) >= self._seconds
 
 
@@ -279,7 +274,7 @@ def _larger_micro_batches(question: Question, setting: Setting) -> Iterator[Sett
 
 
 def _fastest_policies(question: Question, setting: Setting) -> Iterator[Setting]:
-    """Yield the first policy that fits on the device, and with each help of the host unless that is as fast.
+    """Yield the first policy that fits on the device, and one per help of the host unless as fast.
 
     Segments come first: at short lengths their forward pass costs more than attention's.
     """

@@ -32,7 +32,7 @@ def needs(setting: Setting) -> str:
 
 
 def why(question: Question, setting: Setting, memory: Memory, cost: StepCost, longest: Setting | None) -> Iterator[str]:
-    """Yield one sentence each: mesh, route, micro-batch and policy, or what would fit instead; the peak, the links."""
+    """Yield a sentence each: mesh, route, micro-batch, policy (or what would fit), the peak, the links."""
     shape, device = question.shape, question.device
     if not question.fits(setting):
         yield from _what_would_fit(question, setting, memory, longest)
@@ -206,7 +206,7 @@ def _why_this_policy(question: Question, setting: Setting) -> Iterator[str]:
 
 
 def _about_host(question: Question, setting: Setting) -> Iterator[str]:
-    """Describe what a host of known memory cannot do for a run that it can start."""
+    """Yield what a host of known memory cannot do for a run that it can start."""
     has, use = question.device.host_memory_bytes, host_use(question.shape, setting)
     if has and use["save"] > has >= use["train"]:
         yield (
@@ -216,7 +216,7 @@ def _about_host(question: Question, setting: Setting) -> Iterator[str]:
 
 
 def _about_states(question: Question, setting: Setting) -> Iterator[str]:
-    """Describe what layers with states and convolutions send, and what their memory and time stand for."""
+    """Yield what layers with states and convolutions send, and what their memory and time stand for."""
     shape = question.shape
     kinds = [kind for kind in shape.kinds if kind.scan or kind.halo]
     if not kinds:
@@ -236,7 +236,6 @@ def _about_states(question: Question, setting: Setting) -> Iterator[str]:
 
 
 def _about_towers(question: Question, setting: Setting) -> Iterator[str]:
-    """Describe what towers make of a sequence, and of it on each rank."""
     shape = question.shape
     if not shape.sees:
         return

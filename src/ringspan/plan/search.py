@@ -1,4 +1,4 @@
-"""Ways to run a step that the planner weighs: meshes, layouts, routes, and what is kept for backward."""
+"""Ways to run a step: meshes, layouts, routes, and what is kept for backward."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -27,7 +27,7 @@ MOST: Final = {"devices": 1 << 20, "length": 1 << 40, "batch": 1 << 30}
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """Subject of training; ``batch`` sequences per optimizer step, ``route`` (or ``auto``), sent as ``comm_dtype``."""
+    """A step to plan: ``batch`` sequences per optimizer step, ``route`` (or ``auto``), sent as ``comm_dtype``."""
 
     shape: ModelShape
     device: Device
@@ -40,7 +40,6 @@ class Question:
     comm_dtype: CommDtypeName = "exact"
 
     def __post_init__(self) -> None:
-        """Raise ``ConfigError`` for numbers below one or above ``MOST``."""
         for name, most in MOST.items():
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name} {getattr(self, name)}: at least 1 is needed")
@@ -48,13 +47,13 @@ class Question:
                 raise ConfigError(f"--{name} {getattr(self, name)}: at most {most:,} can be planned for")
 
     def fits(self, setting: Setting) -> bool:
-        """Return whether the devices, with an allowance for their allocator, and their hosts have the memory."""
+        """Return whether devices (less an allowance for their allocator) and hosts have the memory."""
         if training_memory(self.shape, setting).needed_bytes > self.device.memory_bytes:
             return False
         return self.host_shortage(setting) is None
 
     def host_shortage(self, setting: Setting) -> tuple[str, int] | None:
-        """Return what a host lacks memory for (to load or to train) and a device's needed bytes, else None.
+        """Return what a host lacks memory for (to load or train) and a device's needed bytes, else None.
 
         A host of unknown memory passes while a step trains.
         """
@@ -68,7 +67,7 @@ class Question:
         return step_cost(self.shape, setting, self.device, self.batch, attention)
 
     def exceeds_on_any_route(self, setting: Setting) -> bool:
-        """Return whether the setting does not fit and no other route, which changes attention alone, could help."""
+        """Return whether it does not fit and another route, which only changes attention, cannot help."""
         on_device = training_memory(self.shape, setting)
         if self.host_shortage(setting) is not None:
             return True
@@ -77,10 +76,10 @@ class Question:
 
 @lru_cache(maxsize=256)
 def meshes(question: Question) -> tuple[Setting, ...]:
-    """Return a plain setting for every valid mesh of all devices; no tensor parallelism and small rings first.
+    """Return a plain setting per valid mesh of all devices; no tensor parallelism and small rings first.
 
     Raises:
-        ConfigError: there is no mesh.
+        ConfigError: no mesh exists.
         UnsupportedError: the route that is given exists on none.
     """
     found: list[Setting] = []
@@ -129,12 +128,12 @@ def _tensor_sizes(question: Question) -> Iterator[int]:
 
 
 def layouts(ring: int) -> tuple[LayoutName, ...]:
-    """Return a ring's layouts, first the one that balances causal work; a single rank needs no order."""
+    """Return a ring's layouts, first the one that balances causal work."""
     return ("contiguous",) if ring == 1 else ("zigzag", "contiguous")
 
 
 def routes(question: Question, setting: Setting) -> tuple[str, ...]:
-    """Return the routes of a mesh, the ring first; or the one that is given."""
+    """Return a mesh's routes, the ring first; or the given one."""
     if question.route != AUTO:
         return (question.route,)
     if setting.ring == 1:
@@ -202,10 +201,7 @@ def longest_setting(question: Question, devices: int | None = None) -> Setting |
 
 
 def longest(setting: Setting, fits: Callable[[Setting], bool], *, at_least: int = 1) -> int:
-    """Return the most tokens of one sequence for which a step fits; 0 if fewer than ``at_least``.
-
-    A multiple of the layout's granularity; ``setting.length`` is ignored.
-    """
+    """Return the most tokens of one sequence that fit, a multiple of the layout's granularity; 0 below ``at_least``."""
 
     def holds(steps: int) -> bool:
         return fits(replace(setting, length=steps * step))

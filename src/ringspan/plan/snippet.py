@@ -1,4 +1,4 @@
-"""A setting as something to paste: tables of a training file, the command that goes with them, the call in Python."""
+"""A setting to paste: tables of a training file, the command, the call in Python."""
 
 import json
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from ringspan.plan.search import Question
 
 
 def toml_tables(question: Question, setting: Setting) -> str:
-    """Return a training file's tables but [model] and [data], without defaults of ``ringspan.train.config.tables``."""
+    """Return a training file's tables except [model] and [data], without defaults."""
     mesh = {"ring": setting.ring, "replicate": setting.replicate} | ({"tp": setting.tp} if setting.tp > 1 else {})
     optimizer: dict[str, Any] = {"batch_size": setting.batch, "accumulation_steps": setting.micro_steps(question.batch)}
     if setting.optimizer_on_host:
@@ -36,7 +36,7 @@ def train_command(question: Question, setting: Setting, file: str, *, documents:
 
 
 def python_call(setting: Setting) -> str:
-    """Return the same setting as a ``parallelize`` call, for a training loop of one's own."""
+    """Return the setting as a ``parallelize`` call."""
     axes = {"ring": setting.ring, "replicate": setting.replicate, "tp": setting.tp}
     mesh = ", ".join(f"{axis}={size}" for axis, size in axes.items() if axis == "ring" or size > 1)
     options = _sent(setting) | _kept(setting)
@@ -59,13 +59,13 @@ def python_call(setting: Setting) -> str:
 
 
 def _sent(setting: Setting) -> dict[str, Any]:
-    """Return the options for sending keys and values, as ``[attention]`` and ``parallelize`` name them."""
+    """Return the options for sending keys and values."""
     sent = {"layout": setting.layout, "route": setting.route}
     return sent if setting.comm_dtype == "exact" else sent | {"comm_dtype": setting.comm_dtype}
 
 
 def _kept(setting: Setting) -> dict[str, Any]:
-    """Return the options for what backward keeps, as ``[memory]`` and ``parallelize`` name them."""
+    """Return the options for what backward keeps."""
     kept: dict[str, Any] = {"checkpoint": setting.checkpoint}
     if setting.checkpoint != "none":
         kept["layers_per_checkpoint"] = setting.layers_per_checkpoint
@@ -78,5 +78,5 @@ def _kept(setting: Setting) -> dict[str, Any]:
 
 
 def _assignments(table: dict[str, Any]) -> Iterator[str]:
-    """Format TOML lines: strings, numbers and booleans are written as in JSON."""
+    """Format TOML lines; values are written as in JSON."""
     return (f"{key} = {json.dumps(value)}" for key, value in table.items())

@@ -1,7 +1,6 @@
-"""Accelerators known to the planner: what each computes, holds and sends.
+"""Accelerators known to the planner, with vendors' numbers per device.
 
-Numbers are the vendors', per device: dense bfloat16 FLOP/s (half of what a data sheet states "with sparsity") with
-float32 accumulation, and bytes/s of one direction (half of what a sheet states "bidirectional" or in total).
+FLOP/s are dense bfloat16 (half of a data sheet's "with sparsity"), accumulated in float32; bytes/s of one direction.
 """
 
 from dataclasses import dataclass
@@ -12,14 +11,12 @@ GIGA: Final = 10**9
 
 @dataclass(frozen=True, kw_only=True)
 class Device:
-    """One accelerator and its links.
+    """One accelerator and its links; numbers that are not known are 0.
 
-    ``flops`` is dense bfloat16 FLOP/s, ``memory_bandwidth`` the bytes/s of its own memory, 0 where it is not known.
-    Bandwidths of links are bytes/s that one device sends in one direction: to a device of its node (on a TPU: to a
-    neighbour in its slice), and to one of another node. The efficiencies are the shares of ``flops`` that good matrix
-    products and flash attention (forward and backward) reach. ``host_bandwidth`` is to the host, and
-    ``host_memory_bytes`` a device's share of its memory; 0 where they are not known: nothing is offloaded then.
-    ``note`` is what was assumed about the name that it was asked for by.
+    ``flops``: dense bfloat16 FLOP/s; the efficiencies are the shares of it that good matrix products and flash
+    attention (forward, backward) reach. Bandwidths are bytes/s: of its memory, of links in one direction to a device of
+    its node (a TPU: to a neighbour in its slice) or of another, and to the host. ``host_memory_bytes`` is a device's
+    share; without host numbers nothing is offloaded. ``note``: what was assumed about the name that was asked for.
     """
 
     name: str
@@ -53,7 +50,7 @@ def _gpu(
     host: tuple[float, int] = (0, 0),
     per_node: int = 8,
 ) -> Device:
-    """Build a GPU from GB and GB/s: memory, links inside and outside of the node, the host's link and memory."""
+    """Build a GPU from GB and GB/s."""
     return Device(
         name=name,
         title=title,
@@ -71,7 +68,7 @@ def _gpu(
 
 
 def _tpu(name: str, title: str, teraflops: float, memory: tuple[int, float], link: float, slice_size: int) -> Device:
-    """Build a TPU, whose links are the same everywhere in a slice, so that the slice is the node."""
+    """Build a TPU; a slice, whose links are the same everywhere, is its node."""
     return Device(
         name=name,
         title=title,

@@ -1,4 +1,4 @@
-"""Lookup of accelerators by their common names or by hand, and the block sizes that hide sending."""
+"""Accelerators by common names or by hand, and the block sizes that hide sending."""
 
 import re
 from dataclasses import replace
@@ -21,15 +21,15 @@ _FORM: Final = re.compile(r"(?<=\d)(sxm\d?|hbm\d?e?)$")  # written without a sep
 def min_block_tokens(flops: float, bandwidth: float) -> float:
     """Return the tokens c of a block that hide sending: ``4 d c^2 / F >= 4 c d / B``, so ``c = F / B``.
 
-    A query block meets a key block in 4 d c^2 FLOPs, while 2 tensors of c x d bfloat16 numbers travel. Heads do not
-    matter; grouped key/value heads, causal masks and float32 change the constant, which ``cost`` accounts for.
-    Source: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise Transformers", section 3.
+    4 d c^2 FLOPs of a query and a key block, while c x d keys and values in bfloat16 travel; ``cost`` has the constant
+    of grouped heads, causal masks and float32. Source: Liu, Zaharia, Abbeel 2023, "Ring Attention with Blockwise
+    Transformers", section 3.
     """
     return flops / bandwidth
 
 
 def min_tokens_per_device(block_tokens: float) -> float:
-    """Return the tokens of the six blocks that a ring holds at least: query, 2 keys, 2 values, output (same source)."""
+    """Return the tokens of the six blocks that a ring holds: query, 2 keys, 2 values, output (same source)."""
     return 6 * block_tokens
 
 
@@ -48,15 +48,11 @@ _MOST: Final = 1e21  # FLOP/s, bytes, bytes/s: a million times what a device has
 
 
 def device(text: str) -> Device:
-    """Return a device of the table, or one given by hand.
+    """Return a device by name (``h100``, ``H100-SXM``, ``NVIDIA H100 80GB HBM3``, ``Trillium``) or by hand.
 
-    Case, separators and the vendor's words do not matter: ``h100``, ``H100-SXM``, ``h100_80gb``, ``NVIDIA H100 80GB
-    HBM3``, ``Trillium``. A name of two devices is taken for the more common one, and ``note`` says so.
-
-    By hand: ``flops=2e12,memory_bytes=16e9,intra_node_bandwidth=1e10,inter_node_bandwidth=1e9,devices_per_node=4``;
-    the last two may be left out (one node), ``memory_bandwidth``, ``host_bandwidth`` and ``host_memory_bytes`` may be
-    added, without the latter two nothing is offloaded, and a table name may come first, to change some of its values:
-    ``h100,inter_node_bandwidth=25e9``.
+    A name of two devices is taken for the more common one, see ``note``. By hand, after a name whose values change or
+    without one: ``flops=2e12,memory_bytes=16e9,intra_node_bandwidth=1e10,inter_node_bandwidth=1e9,devices_per_node=4``;
+    the last two (one node), ``memory_bandwidth``, ``host_bandwidth`` and ``host_memory_bytes`` are optional.
 
     Raises:
         ConfigError: an unknown name (near ones are listed) or a value that is not a positive number.
@@ -90,13 +86,13 @@ def _named(name: str) -> Device:
 
 
 def _essence(name: str) -> str:
-    """Reduce a device's name to letters and digits, without the vendor's words."""
+    """Reduce a name to letters and digits without the vendor's words."""
     words = re.split("[^a-z0-9]+", name.lower())
     return "".join(_FORM.sub("", word) for word in words if not _NOISE.fullmatch(word))
 
 
 def _all_names() -> dict[str, tuple[str, str]]:
-    """Map ``_essence`` of each name, title, name with memory and alias to its device and the other one of that name."""
+    """Map ``_essence`` of each name, title and alias to its device and the other one of that name."""
     names = {_essence(name): devices for name, devices in OTHER_NAMES.items()}
     for name, each in DEVICES.items():
         sized = f"{name} {each.memory_bytes // GIGA} gb"

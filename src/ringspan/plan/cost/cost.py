@@ -1,7 +1,7 @@
-"""FLOPs, bytes on links and seconds of a training step.
+"""FLOPs, bytes on links and seconds of a training step; attention's come from ``passes``.
 
-Attention is timed in ``passes``, from the schedules that the ring carries out; the rest here. S tokens of a sequence, T
-tokens of a rank, C hidden size, H, G heads, D head size, N ranks of the ring, P of tensor parallelism.
+S tokens of a sequence, T of a rank, C hidden size, H, G heads, D head size, N ranks of the ring, P of tensor
+parallelism.
 """
 
 from dataclasses import dataclass
@@ -29,10 +29,9 @@ _HOST_STEP_ACCESSES: Final = 7
 class StepCost:
     """One training step of the whole cluster.
 
-    ``flops`` are the model's, of forward and backward over all sequences, without what checkpointing computes again.
-    Bytes are what arrives at one rank: for attention (blocks, what is made of them, heads traded for tokens), for FSDP
-    (parameters and their gradients), for tensor parallelism (sums), and the same by link; ``host_bytes`` is what goes
-    to the host and comes back. ``mfu`` is the share of the FLOP/s in the devices' data sheets.
+    ``flops``: the model's, without recomputation; ``mfu``: their share of the data sheets'. Bytes arrive at one rank,
+    for attention, FSDP (parameters, gradients) and tensor parallelism (sums), and by link; ``host_bytes`` go and come
+    back.
     """
 
     flops: float
@@ -57,7 +56,7 @@ class StepCost:
 
 
 def model_flops(shape: ModelShape, length: int) -> float:
-    """Return the model FLOPs of one sequence, see ``training_flops``; those of states thrice, of towers per image."""
+    """Return the model FLOPs of one sequence (``training_flops``); of states thrice, of towers per image."""
     counts = shape.counted(shape.layers)
     # Scores are made of as many numbers as keys have, results of as many as values.
     pairs = sum(
@@ -81,9 +80,8 @@ def step_cost(
 ) -> StepCost:
     """Return the cost of an optimizer step of ``batch`` sequences, split into micro-steps on each replica.
 
-    Attention takes what ``attention`` says; tensor-parallel sums wait; parameters, gradients and host traffic overlap
-    with computation, limited by each link. Left out: the optimizer's time (but on the host), the loss of overlap at the
-    first and last hop, and launches.
+    Tensor-parallel sums wait; parameters, gradients and host traffic overlap with computation. Left out: the
+    optimizer's time (except on the host), the first and last hop's loss of overlap, and launches.
     """
     steps = ((setting.micro_steps(batch) - 1, False), (1, True))
     local = shape.split(setting.tp)
@@ -123,7 +121,7 @@ def step_cost(
 
 @dataclass(frozen=True)
 class _Time:
-    """Seconds and bytes of one layer, or of everything outside of the layers."""
+    """Seconds and bytes of one layer, or of all outside of the layers."""
 
     compute: float
     seconds: float
@@ -136,7 +134,7 @@ class _Time:
 
 
 class _LayerTimes:
-    """Seconds of one layer, forward and backward, on one rank, in the last micro-step or in one before."""
+    """Seconds of one layer, forward and backward, on one rank, in the last micro-step or an earlier one."""
 
     def __init__(
         self, shape: ModelShape, setting: Setting, device: Device, attention: Passes, *, is_last: bool
@@ -159,14 +157,13 @@ class _LayerTimes:
         return 2.0 * weights * self.setting.tokens / (self.peak * self.device.matmul_efficiency)
 
     def root(self) -> _Time:
-        """Compute the time of embedding, head and loss."""
         shape = self.shape
         compute = (2 if shape.lora else 3) * self.matrices(shape.outside + shape.vocab * shape.hidden)
         weights = self.setting.number_bytes * shape.root, shape.trained_root
         return self._time(compute, compute, weights, Pass(0, 0, 0, 0), sums=self.root_sums, kept=0)
 
     def towers(self) -> _Time:
-        """Compute the time of towers and projectors on the largest share of images, with the transfer of embeddings."""
+        """Time towers and projectors on the largest share of images, with the transfer of embeddings."""
         setting, towers = self.setting, self.shape.towers
         flops = sum(tower.flops.at(tower.share(setting.batch, setting.ring)) for tower in towers)
         compute = flops * (4 / 3 if self.again else 1.0) / (self.peak * self.device.matmul_efficiency)
@@ -207,10 +204,7 @@ class _LayerTimes:
         )
 
     def _mixing(self, kind: LayerKind) -> list[Pass]:
-        """Time attention, states and convolutions, and what checkpoints recompute of them.
-
-        States kept for backward (``attention``) are not recomputed; on one rank nothing is kept.
-        """
+        """Time attention, states and convolutions, and what checkpoints recompute: not states kept (``attention``)."""
         setting, (sizes, speeds) = self.setting, self._attention(kind)
         passes: list[Pass] = []
         if kind.attends:
@@ -262,10 +256,7 @@ class _LayerTimes:
         kept: float,
         gathers: float = 2,
     ) -> _Time:
-        """Add FSDP and tensor-parallel traffic; nothing ends before every link has carried its bytes.
-
-        ``weights`` are bytes that are gathered, and the number of those with gradients.
-        """
+        """Add FSDP traffic of ``weights`` (bytes, trained numbers) and tensor-parallel sums; links overlap."""
         setting, device = self.setting, self.device
         gathered, reduced = self._shard_bytes(weights, gathers)
         hidden = setting.tokens * self.shape.hidden * setting.number_bytes
@@ -298,7 +289,7 @@ class _LayerTimes:
         )
 
     def _shard_bytes(self, weights: tuple[int, int], gathers: float) -> tuple[float, float]:
-        """Count the bytes of FSDP gathers and gradient reductions, and of the replicas' gradient sums."""
+        """Count FSDP's gathers and gradient reductions, and the replicas' gradient sums."""
         setting = self.setting
         num_bytes, trained = weights
         around = (1 - 1 / setting.ring) * (gathers * num_bytes + trained * _GRADIENT_BYTES)
@@ -307,10 +298,7 @@ class _LayerTimes:
 
 
 def _shares(ranks: int, distance: int, per_node: int) -> dict[bool, float]:
-    """Return the shares of a collective's bytes per rank on links inside and outside of the node.
-
-    Rings of a collective library run through all ranks of a node and leave it by each one's adapter in turn.
-    """
+    """Return a collective's shares of bytes inside and outside of nodes, left by each adapter in turn."""
     together = max(1, min(ranks, per_node // distance))
     if together == ranks:
         return {True: 1.0}
@@ -318,10 +306,10 @@ def _shares(ranks: int, distance: int, per_node: int) -> dict[bool, float]:
 
 
 def block_tokens_for_overlap(shape: ModelShape, setting: Setting, device: Device, bandwidth: float) -> float:
-    """Return the tokens of a rank from which a forward hop computes longer than its block takes on a link.
+    """Return a rank's tokens from which a forward hop computes longer than its block takes on a link.
 
-    ``c = F e / B`` (see ``hardware.min_block_tokens``) with the attention that is reached, G/H of the heads to send,
-    and half of the pairs when a causal mask is balanced over the ring.
+    ``c = F e / B`` (``hardware.min_block_tokens``) with the efficiency e, G/H of the heads, and half of the pairs if a
+    causal mask is balanced.
     """
     reached = device.flops * device.attention_efficiency
     causal_share = 0.5 if setting.ring > 1 else 1.0

@@ -1,7 +1,7 @@
 """Bytes that each kind of layer keeps for backward, per token or per sequence's states.
 
-Recurrences are counted as fused kernels hold them: inputs, result, and the states between chunks while backward runs.
-Transformers' PyTorch code holds more.
+Recurrences count as fused kernels hold them: inputs, result, states between chunks. Transformers' PyTorch code holds
+more.
 """
 
 from ringspan.plan.cost.setting import Setting
@@ -24,7 +24,7 @@ def _result_bytes(kind: LayerKind, number_bytes: int) -> int:
 
 
 def saved_per_token(local: ModelShape, setting: Setting, layers: int) -> int:
-    """Return the bytes per token that the first ``layers`` layers of a rank's share keep from forward to backward."""
+    """Return the bytes per token that a rank's first ``layers`` layers keep for backward."""
     a, counts = setting.number_bytes, local.counted(layers)
     if setting.checkpoint == "none":
         left = "feedforward" if setting.feedforward_tokens else ""
@@ -39,14 +39,13 @@ def saved_per_token(local: ModelShape, setting: Setting, layers: int) -> int:
 
 
 def states_bytes(local: ModelShape, setting: Setting, layers: int) -> int:
-    """Return the bytes of states and maps that the spans of the first ``layers`` layers keep, whatever their length."""
+    """Return the bytes of states and maps that the spans of the first ``layers`` layers keep."""
     if setting.checkpoint == "full":
         return 0
     return sum(count * span_bytes(kind, setting) for kind, count in local.counted(layers).items())
 
 
 def span_bytes(kind: LayerKind, setting: Setting) -> int:
-    """Return the bytes of the states and maps of one layer's spans."""
     if kind.scan is None:
         return 0
     spans = span_states(setting.layout, setting.length, setting.ring)
@@ -61,7 +60,7 @@ def mixing_backward_bytes(kind: LayerKind, setting: Setting) -> int:
 
 
 def seen_bytes(shape: ModelShape, setting: Setting) -> int:
-    """Return bytes that towers keep of a micro-step's largest image share; all pixels too on a CPU."""
+    """Return bytes that towers keep of a micro-step's largest share of images; on a CPU all pixels too."""
     found = 0
     for tower in shape.towers:
         growth = tower.saved if setting.checkpoint == "none" else tower.checkpointed
@@ -70,15 +69,15 @@ def seen_bytes(shape: ModelShape, setting: Setting) -> int:
 
 
 def tower_layer_bytes(shape: ModelShape, setting: Setting) -> int:
-    """Return the bytes that one layer of a tower keeps of that share without a checkpoint."""
+    """Return the bytes that a tower's layer keeps of that share without a checkpoint."""
     return max(tower.saved.at(tower.share(setting.batch, setting.ring)) // tower.layers for tower in shape.towers)
 
 
 def pixel_bytes(shape: ModelShape, setting: Setting) -> int:
-    """Return the bytes of a micro-step's pixels, all of which every rank of a ring has in its host's memory."""
+    """Return the bytes of a micro-step's pixels, all in every rank's host memory."""
     return _FLOAT32 * setting.batch * sum(tower.pixels for tower in shape.towers)
 
 
 def _out(kind: LayerKind) -> int:
-    """Return the numbers of a token in the result of a recurrence or convolution."""
+    """Count a token's numbers in the result of a recurrence or convolution."""
     return kind.scan.out if kind.scan else kind.channels

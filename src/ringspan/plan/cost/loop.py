@@ -1,4 +1,4 @@
-"""Memory of the loop of ``torch/attention/ring.py`` in backward, by ``core/schedule/events.py``."""
+"""Backward memory of the loop in ``torch/attention/ring.py``, by ``core/schedule/events.py``."""
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -49,11 +49,10 @@ def loop_bytes(
     gradient_bytes: int | None = None,
     comm_dtype: CommDtypeName = "exact",
 ) -> Held:
-    """Return the bytes per token of a rank, on the first or the last rank, whichever holds more.
+    """Return the bytes per token of the first or last rank, whichever holds more, for a causal mask without Ulysses.
 
-    ``query_numbers`` and ``kv_numbers`` (keys and values together) are of one token over all heads, ``groups`` of which
-    run in turn. Numbers have ``number_bytes``, dk and dv ``gradient_bytes`` where more; keys and values are sent as
-    ``comm_dtype``. Assumes no Ulysses groups and a causal mask.
+    Numbers of a token over all heads, in ``groups`` that run in turn; keys and values together are sent as
+    ``comm_dtype``, dk and dv have ``gradient_bytes`` if more than ``number_bytes``.
     """
     unit = gcd(query_numbers, kv_numbers)
     shares = query_numbers // unit, kv_numbers // unit
@@ -62,7 +61,7 @@ def loop_bytes(
 
 
 def tile_pairs(layout: LayoutName, tokens: int) -> int:
-    """Return ``Schedule.tile_pairs`` of a causal mask for this many tokens on more than one rank."""
+    """Return ``Schedule.tile_pairs`` of a causal mask on more than one rank."""
     one = make_schedule(Layout(layout, 2 * _TOKENS, 2), causal(), 0).tile_pairs
     return one * tokens**2 // _TOKENS**2
 
@@ -78,7 +77,7 @@ def _share(
     types: tuple[int, int],
     comm_dtype: CommDtypeName,
 ) -> Held:
-    """Return ``loop_bytes`` of one of ``groups`` groups of heads."""
+    """Return ``loop_bytes`` of one group of heads."""
     large, small = _MOST_NODES * route.inner, _MOST_NODES // 2 * route.inner
     if ranks > large:
         most, less = (
@@ -112,7 +111,6 @@ def _share(
 
 
 def _walk(part: Part) -> Held:
-    """Return the highest moment of a backward pass."""
     highest, sums, in_transit = Held(0, 0), 0, 0
     for event in backward(part):
         if isinstance(event, Make | Free):

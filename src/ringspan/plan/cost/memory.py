@@ -1,10 +1,8 @@
 """Bytes that one rank holds in a training step, by formula: what ``dryrun`` traces, in microseconds.
 
-The step is ours: FSDP2 over the ring, AdamW, checkpointed layers, the blockwise loss. A step has a few moments that can
-be the highest; each is written out below, and tests hold them against the trace.
-
-T tokens of this rank (all sequences of a micro-step), C hidden size, I intermediate size, H, G heads, D head size, V
-vocabulary, N ranks of the ring, U of a Ulysses group.
+FSDP2 over the ring, AdamW, checkpointed layers, the blockwise loss. Each moment that can be the highest is written out
+below; tests hold them against the trace. T tokens of a rank (all sequences of a micro-step), C hidden size, I
+intermediate size, H, G heads, D head size, V vocabulary, N ranks of the ring, U of a Ulysses group.
 """
 
 from collections.abc import Callable
@@ -33,7 +31,7 @@ _PIECES_AHEAD: Final = 3  # what offloading brings back ahead of its use: a laye
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes per category at the highest moment of a step, and its name."""
+    """Bytes by category at the highest moment of a step, and its name."""
 
     moment: str
     bytes: dict[str, int]
@@ -44,7 +42,7 @@ class Memory:
 
     @property
     def reserve_bytes(self) -> int:
-        """Bytes that the caching allocator holds on top of these, in blocks that nothing fits."""
+        """Bytes on top that the caching allocator holds in blocks that nothing fits."""
         return round(RESERVE * sum(self.bytes[name] for name in ("activations", "temporaries", "communication")))
 
     @property
@@ -53,11 +51,7 @@ class Memory:
 
 
 def training_memory(shape: ModelShape, setting: Setting) -> Memory:
-    """Return what a rank holds at the highest moment of a training step, once the optimizer has its state.
-
-    Raises:
-        ConfigError, UnsupportedError: see ``check_setting``.
-    """
+    """Return a rank's highest moment once the optimizer has its state; errors of ``check_setting``."""
     check_setting(shape, setting)
     step = _Step(shape, setting)
     moments = (
@@ -73,7 +67,7 @@ def saved_per_token(shape: ModelShape, setting: Setting, layers: int) -> int:
 
 
 class _Step:
-    """Moments of one step on a rank with its share of heads, feed-forward and vocabulary."""
+    """Moments of a step on a rank with its share of heads, feed-forward and vocabulary."""
 
     def __init__(self, shape: ModelShape, setting: Setting) -> None:
         self.shape, self.setting = shape.split(setting.tp), setting
@@ -96,9 +90,9 @@ class _Step:
         self.gathered = self.a * self.root  # the root's parameters stay whole from the first layer to the last gradient
 
     def kept(self, layers: int, *, backward: bool = False) -> int:
-        """Return what ``layers`` layers keep on the device; if offloaded, the few pieces prefetched in backward.
+        """Return what ``layers`` layers keep on the device (offloaded: the pieces prefetched in backward).
 
-        Includes recomputed inputs of the segment of the layer after them, in that layer's backward pass.
+        In the next layer's backward pass, with its segment's recomputed inputs.
         """
         setting = self.setting
         segment = setting.layers_per_checkpoint
@@ -134,11 +128,10 @@ class _Step:
 
     @property
     def _norms_copy(self) -> bool:
-        """Return whether norms keep a float32 copy of their input."""
         return self.shape.has_rms and self.a < _FLOAT32 and not self.setting.norm_tokens
 
     def gather(self) -> Memory:
-        """Return the moment when the root's gathered parameters are copied out, with the first layer's in flight."""
+        """Moment when the root's gathered parameters are copied out, with the first layer's in flight."""
         return self.memory("gathering", communication=2 * (self.gathered + self.layer_bytes))
 
     @cached_property
@@ -152,11 +145,11 @@ class _Step:
         )
 
     def loss(self) -> Memory:
-        """Return the moment when the loss computes gradients of a chunk of logits."""
+        """Moment when the loss computes gradients of a chunk of logits."""
         return self._in_loss("loss", self._loss.block)
 
     def loss_gradient(self) -> Memory:
-        """Return the moment when backward scales the head's float32 gradient and casts it to the parameters' dtype."""
+        """Moment when backward scales the head's float32 gradient and casts it to the parameters' dtype."""
         return self._in_loss("loss backward", 0 if self.shape.lora else self._loss.rounded)
 
     def _in_loss(self, moment: str, temporaries: int) -> Memory:
@@ -168,7 +161,7 @@ class _Step:
         )
 
     def layers(self) -> list[Memory]:
-        """Return moments of the last, second last and first layer, and of segments with just recomputed inputs."""
+        """Moments of the last, second last and first layer, and segments with just recomputed inputs."""
         layers, segment = self.shape.layers, self.setting.layers_per_checkpoint
         ends = {layers - segment, layers % segment} if segment < layers else set[int]()
         # Of layers that differ the last of each kind, when most is kept.
@@ -186,7 +179,7 @@ class _Step:
         return kind.attends if moment == self._attention else bool(kind.intermediate)
 
     def _backward(self, moment: str, done: int, activations: int, temporaries: int, communication: int = 0) -> Memory:
-        """Build the moment in a layer's backward pass when ``done`` later layers are finished."""
+        """Build a moment of a layer's backward pass when ``done`` later layers are finished."""
         layers = self.shape.layers
         reducing = _FLOAT32 * self.layer if done else 0  # the last one's gradients, on their way in float32
         prefetched = self.layer_bytes if done + 1 < layers else 0
@@ -208,14 +201,13 @@ class _Step:
         return parts
 
     def _gradients(self, kind: LayerKind, weights: int) -> int:
-        """Return the bytes of weights' gradients, of a layer's adapters if these alone are trained."""
+        """Return the bytes of weights' gradients, or only of adapters' if these are trained."""
         return self.a * (kind.trained if kind.frozen else weights)
 
     def _feedforward(self, done: int) -> Memory:
-        """Return the moment at the product's gradient: the product is freed, three tensors of its size exist.
+        """Moment at the product's gradient: the product is freed, three tensors of its size exist.
 
-        In chunks: one chunk's tensors, gradients of all tokens, and the weights' gradients as float32 sums and per
-        chunk.
+        In chunks: one chunk's, gradients of all tokens, and the weights' gradients as float32 sums and per chunk.
         """
         shape, a, kind = self.shape, self.a, self._kind(done)
         chunk, made = self.setting.feedforward_tokens, sum(self._made_again(kind).values())
@@ -230,7 +222,7 @@ class _Step:
         return self._backward("feed-forward backward", done, made, self.hidden + here + weights)
 
     def _norm(self, done: int) -> Memory:
-        """Return the moment in backward of the feed-forward's norm: four float32 copies (of a chunk) and a gradient."""
+        """Backward of the feed-forward's norm: four float32 copies (of a chunk) and a gradient."""
         kind = self._kind(done)
         held = sum(size for name, size in self._made_again(kind).items() if name != "feedforward")
         made = self.hidden
@@ -242,7 +234,7 @@ class _Step:
         return self._backward("norm backward", done, held, made + self._gradients(kind, kind.feedforward))
 
     def _mixing(self, done: int) -> Memory:
-        """Return backward's moment in a recurrence or convolution: inputs, results and their gradients."""
+        """Backward of a recurrence or convolution: inputs, results and their gradients."""
         kind = self._kind(done)
         made = self._made_again(kind)
         held = sum(made.get(name, 0) for name in ("input", "norm", "heads", "attention", "mixing"))
@@ -250,7 +242,7 @@ class _Step:
         return self._backward("state backward", done, held, weights + kept.mixing_backward_bytes(kind, self.setting))
 
     def _attention(self, done: int) -> Memory:
-        """Return the moment in the ring's backward pass: inputs, results and what the loop holds."""
+        """Moment in the ring's backward pass: inputs, results and what the loop holds."""
         shape, kind = self.shape, self._kind(done)
         made = self._made_again(kind)
         ours = sum(made.get(name, 0) for name in ("input", "norm", "heads", "attention", "mixing"))
@@ -262,7 +254,7 @@ class _Step:
         return self._backward(ATTENTION_MOMENT, done, ours, dout + weights + held, in_transit)
 
     def towers(self) -> list[Memory]:
-        """Return backward's moment in a tower's last layer: it recomputed, its gradients, those of embeddings."""
+        """Backward of a tower's last layer: recomputed, its gradients, those of embeddings."""
         shape, setting = self.shape, self.setting
         if not shape.towers:
             return []
@@ -281,7 +273,7 @@ class _Step:
         ]
 
     def embedding(self) -> list[Memory]:
-        """Return the moments when the root has its gradients: after all layers, copied to be reduced, and reduced."""
+        """Moments when the root has its gradients: after all layers, copied to be reduced, and reduced."""
         root = self.shape.trained_root
         gradients, own = self.p * (self.shape.trained - root) // self.ranks, self.a * root
         tied = 2 * self.a * self.head if self.shape.tied else 0  # the head's, the embedding's, and their sum
@@ -304,17 +296,16 @@ class _Step:
         ]
 
     def update(self) -> Memory:
-        """Return the moment in AdamW, which on a GPU takes the roots of all second moments at once."""
+        """AdamW, which on a GPU takes the roots of all second moments at once."""
         roots = self.trained if self.setting.on_gpu and not self.setting.optimizer_on_host else 0
         return self.memory("optimizer", temporaries=roots, gradients=self.trained)
 
 
 def attention_backward_bytes(kind: LayerKind, setting: Setting) -> tuple[int, int]:
-    """Return attention's bytes in backward without inputs and dout: (results, sums and tiles; in transit).
+    """Return backward's bytes without inputs and dout: (results, sums and tiles; in transit), of this rank's heads.
 
-    Between groups of ranks, the loop of ``torch/attention/ring.py`` (``loop_bytes``). A Ulysses group first trades
-    dout, q, out, k and v: copies stay for the loop, and a part is in flight for each other member; at the end the
-    gradients likewise, without copies. ``kind`` is of this rank's share of heads.
+    ``loop_bytes`` between groups. A Ulysses group first trades dout, q, out, k, v: copies stay for the loop, and a part
+    is in flight for each other member; at the end the gradients, without copies.
     """
     way, a, tokens = setting.way.backward, setting.number_bytes, setting.tokens
     mine = member_heads(kind.heads, kind.kv_heads, way.ulysses)[0]
@@ -342,7 +333,6 @@ def attention_backward_bytes(kind: LayerKind, setting: Setting) -> tuple[int, in
 
 
 def _head_groups(setting: Setting, mine: Heads, way: Route, ranks: int) -> int:
-    """Return ``ringspan.torch.attention.part.num_head_groups``."""
     return head_groups(
         setting.batch * _count(mine.queries),
         _count(mine.keys),
@@ -358,7 +348,7 @@ def _count(heads: slice) -> int:
 
 
 def local_parameter_bytes(shape: ModelShape, setting: Setting) -> int:
-    """Return the bytes of a rank's parameters: frozen ones, and those that are trained."""
+    """Return a rank's bytes of parameters, frozen and trained."""
     local, trained = shape.split(setting.tp), setting.ring * local_trained_bytes(shape, setting)
     if not shape.lora:
         return setting.parameter_bytes * local.parameters // setting.ring
@@ -367,7 +357,7 @@ def local_parameter_bytes(shape: ModelShape, setting: Setting) -> int:
 
 
 def local_trained_bytes(shape: ModelShape, setting: Setting) -> int:
-    """Return the bytes of a rank's trained parameters; gradients take as many, moments twice as many."""
+    """Return a rank's bytes of trained parameters; gradients take the same, moments twice that."""
     return _trained_bytes(shape, setting) * shape.split(setting.tp).trained // setting.ring
 
 
@@ -376,17 +366,17 @@ def _trained_bytes(shape: ModelShape, setting: Setting) -> int:
 
 
 def host_bytes(shape: ModelShape, setting: Setting) -> int:
-    """Return what a rank keeps in its share of the host: checkpointed activations and AdamW's moments."""
+    """Return what a rank keeps on the host: checkpointed activations and AdamW's moments."""
     moments = 2 * local_trained_bytes(shape, setting) if setting.has_moments_on_host else 0
     kept = setting.tokens * saved_per_token(shape, setting, shape.layers) if setting.offload != "none" else 0
     return moments + kept
 
 
 def host_use(shape: ModelShape, setting: Setting) -> dict[str, int]:
-    """Return a GPU rank's bytes in its share of the host while loading weights, training and saving a checkpoint.
+    """Return a GPU rank's host bytes while loading weights, training and saving a checkpoint.
 
-    Loading holds one weight, or one layer while its feed-forward is tried out; a checkpoint is written from a copy of
-    this rank's trained parameters and moments. On a CPU the device is the host and counts the first and the last.
+    Loading: one weight, or a layer while its feed-forward is tried out. Saving: a copy of trained parameters and
+    moments. On a CPU the device is the host and counts these two.
     """
     train = host_bytes(shape, setting)
     if not setting.on_gpu:

@@ -1,7 +1,6 @@
-"""Seconds and bytes of one attention on any number of tokens and ranks, from few schedules.
+"""Seconds and bytes of one attention on any number of tokens and ranks.
 
-``ringspan.core.schedule.timing`` walks the ring's schedules. A planner asks for thousands, of up to thousands of ranks;
-two rules here let a few stand for all.
+``core.schedule.timing`` walks schedules; two rules let a few stand for the thousands that a planner asks for.
 """
 
 from collections.abc import Callable, Iterable
@@ -30,13 +29,13 @@ Passes = Callable[[LayoutName, int, int, int | None, str, Shape, Speeds, str], t
 
 
 def causal_pairs(length: int, window: int | None = None) -> int:
-    """Return the number of (query, key) pairs of a causal sequence, in all or in a window."""
+    """Count a causal sequence's (query, key) pairs, all or in a window."""
     window = length if window is None else min(window, length)
     return window * length - window * (window - 1) // 2
 
 
 def seen_pairs(kind: LayerKind, length: int) -> int:
-    """Return the pairs of a layer's attention in a window, in chunks, or in all."""
+    """Count the pairs of a layer's attention: in a window, in chunks, or all."""
     if not kind.chunks or kind.window is None:
         return causal_pairs(length, kind.window)
     whole, rest = divmod(length, kind.window)
@@ -53,10 +52,7 @@ def even_passes(
     speeds: Speeds,
     comm_dtype: str = "exact",
 ) -> tuple[Pass, Pass]:
-    """Return a lower bound over layouts and routes: pairs spread evenly, nothing sent.
-
-    The diagonal is left out, since ``attention_passes`` need not count it to the token.
-    """
+    """Return a lower bound over layouts and routes: even pairs without the diagonal, nothing sent."""
     pairs = causal_pairs(length - 1, window) / ranks
     forward, backward = (pairs * pair_flops(shape, is_backward=back) / speeds.flops for back in (False, True))
     return Pass(forward, forward, 0.0, 0.0), Pass(backward, backward, 0.0, 0.0)
@@ -75,8 +71,7 @@ def attention_passes(
 ) -> tuple[Pass, Pass]:
     """Return forward and backward of one causal attention, on the rank that takes longest.
 
-    Without a window one schedule stands for all lengths: twice a rank's tokens are four times the pairs and twice the
-    bytes. Many ranks are extrapolated from two smaller rings (``_passes``). Twice the sequences cost twice as much.
+    Without a window one schedule stands for all lengths: twice the tokens, four times the pairs, twice the bytes.
     """
     if shape.batch > 1:
         one = attention_passes(layout, length, ranks, window, route, replace(shape, batch=1), speeds, comm_dtype)
@@ -109,7 +104,6 @@ def slowest_passes(
 
 
 def of_sequences(batch: int, one: tuple[Pass, Pass]) -> tuple[Pass, Pass]:
-    """Return forward and backward of ``batch`` sequences, which scale everything."""
     forward, backward = (Pass(*(batch * cost for cost in each)) for each in one)
     return forward, backward
 
@@ -121,10 +115,9 @@ def _with_bytes(one: Pass, times: float) -> Pass:
 def _passes(
     layout: Layout, mask: Mask, route: Route, shape: Shape, speeds: Speeds, comm_dtype: str, *, is_backward: bool
 ) -> Iterable[Pass]:
-    """Return ``timing.passes``; above 64 ranks or Ulysses groups extrapolated from 64 and 48.
+    """Return ``timing.passes``; above 64 ranks or Ulysses groups extrapolated rank by rank from 64 and 48.
 
-    At equal tokens per rank, one more adds the same to every pass: nodes are added, or the same nodes have more ranks.
-    Rank by rank, since the slowest one may change.
+    At equal tokens per rank, one rank more adds the same to every pass.
     """
     groups, nodes = layout.ranks // route.ulysses, -(-layout.ranks // speeds.ranks_per_node)
     if route.inner > 1:

@@ -1,4 +1,4 @@
-"""One way to run a training step: what a plan proposes, a trace traces and a formula counts."""
+"""One way to run a training step, as it is planned, traced or counted."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,11 +16,11 @@ from ringspan.plan.model.shapes import ModelShape
 
 @dataclass(frozen=True, kw_only=True)
 class Setting(StepConfig):
-    """One training step: the options of ``parallelize``, its length, how it is split, and what it keeps numbers in.
+    """One training step: its length and split, the options of ``parallelize``, and dtypes.
 
-    ``batch`` is the number of sequences of a rank's micro-step; ``parameter_dtype`` what parameters, gradients and
-    moments are kept in; ``optimizer_on_host`` has AdamW's moments in host memory. ``on_gpu`` is what a GPU does where
-    it differs from a CPU: fewer groups of heads, and the optimizer on all parameters at once.
+    ``batch``: sequences of a rank's micro-step; ``parameter_dtype``: of parameters, gradients and moments;
+    ``optimizer_on_host``: AdamW's moments are in host memory. ``on_gpu``: fewer groups of heads than on a CPU, and the
+    optimizer takes all parameters at once.
     """
 
     layout: LayoutName = "zigzag"  # pyright: ignore[reportIncompatibleVariableOverride]  # of one long sequence
@@ -44,7 +44,7 @@ class Setting(StepConfig):
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens of one rank in one micro-step."""
+        """Tokens of a rank in a micro-step."""
         return self.batch * Layout(self.layout, self.length, self.ring).tokens_per_rank
 
     @property
@@ -53,12 +53,12 @@ class Setting(StepConfig):
 
     @property
     def feedforward_tokens(self) -> int:
-        """Tokens that a feed-forward works on at once, 0 for all; ``auto`` for one that can be cut and comes last."""
+        """Tokens that a feed-forward takes at once, 0 for all; ``auto``: if it can be cut and comes last."""
         return self._chunk_tokens(self.feedforward_chunk_tokens)
 
     @cached_property
     def norm_tokens(self) -> int:
-        """Tokens that a norm works on at once, 0 for all."""
+        """Tokens that a norm takes at once, 0 for all."""
         if self.norm_chunk_tokens == "auto" and self.tokens < FREE_NORM_TOKENS:
             return 0
         return self._chunk_tokens(self.norm_chunk_tokens)
@@ -73,12 +73,11 @@ class Setting(StepConfig):
         return dtype_bytes(self.parameter_dtype)
 
     def micro_steps(self, sequences: int) -> int:
-        """Return forward and backward passes of each replica for an optimizer step of ``batch`` sequences."""
+        """Return each replica's forward and backward passes for an optimizer step of so many sequences."""
         return sequences // (self.replicate * self.batch)
 
     @property
     def uses_host(self) -> bool:
-        """True if anything is kept in host memory."""
         return self.offload != "none" or self.optimizer_on_host
 
     @property
@@ -88,23 +87,14 @@ class Setting(StepConfig):
 
 
 def dtype_bytes(name: str) -> int:
-    """Return the bytes of a number.
-
-    Raises:
-        ConfigError: a dtype that training does not compute in.
-    """
+    """Return the bytes of a number; ConfigError for a dtype that training does not compute in."""
     if name not in DTYPE_BYTES:
         raise ConfigError(f"unknown dtype {name!r}; choose one of {', '.join(DTYPE_BYTES)}")
     return DTYPE_BYTES[name]
 
 
 def check_setting(shape: ModelShape, setting: Setting) -> None:
-    """Refuse what ``parallelize`` refuses.
-
-    Raises:
-        ConfigError: an unknown checkpoint policy or offload, or nothing to offload.
-        UnsupportedError: a bad communication dtype, or a route or tensor parallelism that ranks and heads do not allow.
-    """
+    """Refuse options as ``parallelize`` does (ConfigError), and routes or tp that ranks and heads rule out."""
     checkpoint_name(setting.checkpoint)
     check_segments(setting.checkpoint, setting.layers_per_checkpoint)
     offload_name(setting.offload)

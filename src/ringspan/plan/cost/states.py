@@ -1,7 +1,7 @@
 """Seconds and bytes of layers with a state, and of convolutions, over the spans of a ring.
 
-A span that takes a state is computed twice in forward: from a zero state, then from the one that it takes. In backward
-it is computed once more, with its gradients, which take twice as long.
+Forward computes a span that takes a state twice, from zero and from that state; backward once more, and its gradients,
+which take twice as long.
 """
 
 from functools import lru_cache
@@ -21,10 +21,10 @@ _STATE_BYTES: Final = 4  # states and maps are in float32
 def state_passes(
     layout: LayoutName, length: int, ranks: int, kind: LayerKind, batch: int, number_bytes: int, speeds: Speeds
 ) -> tuple[Pass, Pass]:
-    """Return forward and backward of a layer's recurrence and convolution, on the rank that receives most.
+    """Return forward and backward of a recurrence and convolution, on the rank that receives most.
 
-    Rounds run in sequence, each as long as its largest message; all spans compute at the same time. Halos are as wide
-    as the inputs, of ``number_bytes``.
+    Rounds run in sequence, each as long as its largest message; spans compute at the same time. Halos have the inputs'
+    width and ``number_bytes``.
     """
     split = Layout(layout, length, ranks)
     computed = batch * split.tokens_per_rank * kind.scan_flops / speeds.flops
@@ -34,7 +34,7 @@ def state_passes(
 
 
 def state_bytes(layout: Layout, kind: LayerKind, number_bytes: int) -> list[int]:
-    """Return the bytes that each rank sends for a layer and one sequence, forward and backward."""
+    """Return each rank's sent bytes for a layer and one sequence, forward and backward."""
     sent = [0] * layout.ranks
     for reverse in (False, True):
         for message, num_bytes in _messages(layout, kind, number_bytes, reverse=reverse):
@@ -43,7 +43,7 @@ def state_bytes(layout: Layout, kind: LayerKind, number_bytes: int) -> list[int]
 
 
 def span_states(layout: LayoutName, length: int, ranks: int) -> int:
-    """Return the number of a rank's spans, each of which keeps the state that it takes, and its map."""
+    """Count a rank's spans, each of which keeps the state that it takes, and its map."""
     return len(places_of(Layout(layout, length, ranks))) // ranks if ranks > 1 else 0
 
 
@@ -61,7 +61,7 @@ def _messages(layout: Layout, kind: LayerKind, number_bytes: int, *, reverse: bo
 def _exchange(
     layout: Layout, kind: LayerKind, number_bytes: int, speeds: Speeds, *, reverse: bool
 ) -> tuple[float, int, int]:
-    """Return the seconds of consecutive rounds, and the bytes to the busiest rank from its node and from others."""
+    """Return the seconds of consecutive rounds, and the busiest rank's bytes from its node and from others."""
     inside, outside = [0] * layout.ranks, [0] * layout.ranks
     rounds: dict[int, float] = {}
     for message, num_bytes in _messages(layout, kind, number_bytes, reverse=reverse):

@@ -1,1 +1,1 @@
-"""Cost of generating text on a cluster: memory, time to the first token and of each one after it."""
+"""Cost of generating text on a cluster."""

@@ -1,4 +1,4 @@
-"""Bytes and seconds of a prompt that is read over a ring, and of each token after it.
+"""Bytes and seconds of a prompt read over a ring, and of each token after it.
 
 B prompts of a replica, n new tokens, C hidden size, H, G heads, D head size, V vocabulary, N ranks of the ring, P of
 tensor parallelism.
@@ -28,10 +28,7 @@ _MOST_TIMED: Final = 64  # chunks of a prompt
 
 @dataclass(frozen=True, kw_only=True)
 class Text:
-    """Answering ``batch`` prompts on each replica, on one ring with ``tp`` ranks in each place.
-
-    ``weights`` says whether a rank has those of the whole ring, or gathers them for every pass.
-    """
+    """``batch`` prompts per replica on a ring, ``tp`` ranks per place; ``weights`` are whole or gathered per pass."""
 
     prompt: int
     new_tokens: int
@@ -58,10 +55,10 @@ class Text:
 
 @dataclass(frozen=True)
 class TextCost:
-    """Bytes of the fullest rank and seconds of one text. Launches are left out, so times are lower bounds.
+    """Bytes of the fullest rank and seconds of one text, lower bounds since launches are left out.
 
-    ``weight_bytes`` are those of the shards too, ``work_bytes`` what reading a chunk takes on top of weights and cache.
-    ``token_parts`` are seconds of one token, its last: weights read, cache read, sent.
+    ``weight_bytes``: shards included; ``work_bytes``: what reading a chunk adds to weights and cache; ``token_parts``:
+    seconds of the last token: weights read, cache read, sent.
     """
 
     weight_bytes: int
@@ -85,9 +82,8 @@ class TextCost:
 def text_bytes(shape: ModelShape, text: Text) -> tuple[int, int, int]:
     """Return the bytes of weights, cache and reading a chunk, on the fullest rank.
 
-    Weights that stay whole are copies besides FSDP's shards. A chunk takes the residual stream, its norm and sum; and
-    either attention's q, k, v, result with float32 sums, transit and one layer's keys being moved, or the
-    feed-forward's.
+    Whole weights are copies besides FSDP's shards. A chunk: the residual stream, its norm and sum, and the larger of
+    attention (q, k, v, result with float32 sums, transit, one layer's moving keys) and feed-forward.
     """
     local, a = shape.split(text.tp), text.number_bytes
     mine = a * local.parameters // text.ring
@@ -112,10 +108,7 @@ def text_bytes(shape: ModelShape, text: Text) -> tuple[int, int, int]:
 
 
 def _fullest(text: Text, read: int, written: int, window: int | None) -> int:
-    """Return the tokens in a layer's view that the fullest rank holds after so many were read and written.
-
-    Reading shares evenly, writing deals blocks; a window lies in the last pieces of what was read.
-    """
+    """Return the fullest rank's tokens of a layer: reading shares evenly, writing deals blocks, windows come last."""
     if text.ring == 1:
         return min(read + written, window or read + written)
     seen = min(written, window or written)
@@ -128,7 +121,7 @@ def _fullest(text: Text, read: int, written: int, window: int | None) -> int:
 
 @lru_cache(maxsize=1024)
 def _of_window(ring: int, before: int, last: int, window: int) -> int:
-    """Return the most that a rank holds of the last ``window`` tokens, after reading the last two chunks."""
+    """Return a rank's most of the last ``window`` tokens, after reading the last two chunks."""
     shares = Shares(ring)
     for count in (before, last):
         if count:
@@ -137,7 +130,7 @@ def _of_window(ring: int, before: int, last: int, window: int) -> int:
 
 
 def text_cost(shape: ModelShape, text: Text, device: Device) -> TextCost:
-    """Return the cost of a text on one kind of device, whose memory bandwidth is known."""
+    """Return a text's cost on a device of known memory bandwidth."""
     times = _Times(shape, text, device)
     first, exposed = times.reading()
     parts = times.writing(text.prompt)
@@ -148,7 +141,7 @@ def text_cost(shape: ModelShape, text: Text, device: Device) -> TextCost:
 
 
 class _Times:
-    """Seconds of the passes of one text on one rank."""
+    """Seconds of a text's passes on one rank."""
 
     def __init__(self, shape: ModelShape, text: Text, device: Device) -> None:
         self.text, self.device, self.shape = text, device, shape.split(text.tp)
@@ -165,7 +158,7 @@ class _Times:
         self.flops = self.peak * device.attention_efficiency
 
     def reading(self) -> tuple[float, float]:
-        """Return the seconds from the prompt to the first token, and those spent waiting for links."""
+        """Return the seconds to the first token, and of these the waiting for links."""
         text = self.text
         seconds = exposed = 0.0
         chunks = -(-text.prompt // text.chunk)
@@ -202,7 +195,7 @@ class _Times:
         return self.device.bandwidth(self.text.ring * self.text.tp)
 
     def _chunk(self, start: int, count: int) -> tuple[float, float]:
-        """Return all layers' seconds for ``count`` prompt tokens after ``start`` ones, and those waiting for links."""
+        """Return all layers' seconds for ``count`` prompt tokens after ``start`` ones, and the waiting for links."""
         text = self.text
         splits = is_split(count, text.ring)
         here = text.batch * (-(-count // text.ring) if splits else count)
@@ -239,17 +232,17 @@ class _Times:
         return max(computed, weights * self.text.number_bytes / self.device.memory_bandwidth)
 
     def _few(self, count: int, held: int, window: int | None) -> float:
-        """Return one layer's attention seconds for a few tokens that every rank computes over its own share."""
+        """Return a layer's attention seconds for a few tokens, computed by every rank over its own share."""
         length, read = held + count, min(held, self.text.prompt)
         share = _fullest(self.text, read, length - read, window)
         of_cache = share * self.attention.kv_numbers * self.text.number_bytes
         return max(self._computed(count, held, window), of_cache / self.device.memory_bandwidth)
 
     def _gathered(self, parameters: int) -> float:
-        """Return the seconds in which other ranks' parameter shards arrive."""
+        """Return the seconds in which other ranks' shards arrive."""
         return parameters * self.text.number_bytes * (1 - 1 / self.text.ring) / self._bandwidth
 
     def _sums(self, tokens: int) -> float:
-        """Return the seconds of a layer's two tensor-parallel sums on their links."""
+        """Return the seconds of a layer's two tensor-parallel sums."""
         hidden = tokens * self.shape.hidden * self.text.number_bytes
         return 2 * 2 * (1 - 1 / self.text.tp) * hidden / self.device.bandwidth(self.text.tp)

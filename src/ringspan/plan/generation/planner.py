@@ -1,4 +1,4 @@
-"""Choice of a mesh to generate on, its comparison with one device, and the reasons."""
+"""Choice of a mesh to generate on, against one device, with reasons."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -24,11 +24,10 @@ _MOST: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class TextQuestion:
-    """``batch`` prompts of ``prompt`` tokens each, answered at once with ``new_tokens`` each, on some devices.
+    """``batch`` prompts of ``prompt`` tokens, answered at once with ``new_tokens`` each.
 
     Raises:
-        ConfigError: a number that no cluster or text reaches, or a device whose memory's bandwidth is not known, by
-            which tokens are timed.
+        ConfigError: an impossible number, or a device of unknown memory bandwidth, by which tokens are timed.
         UnsupportedError: a model whose layers have states.
     """
 
@@ -88,7 +87,7 @@ class TextQuestion:
 
 @dataclass(frozen=True, kw_only=True)
 class TextPlan:
-    """Answer to a question: the mesh, its cost, and one device to compare with."""
+    """The mesh, its cost, and one device to compare with."""
 
     question: TextQuestion
     text: Text
@@ -107,7 +106,7 @@ class TextPlan:
 
     @property
     def is_refused(self) -> bool:
-        """True if ``ringspan generate`` refuses it, since the model has fewer positions."""
+        """True if ``ringspan generate`` refuses: the model has fewer positions."""
         return self.positions is not None and self.question.prompt + self.question.new_tokens > self.positions
 
     @property
@@ -120,7 +119,7 @@ class TextPlan:
         return self.alone_fits and self.text.devices == 1
 
     def as_json(self) -> dict[str, Any]:
-        """Return the object that ``ringspan plan --generate --json`` prints."""
+        """Return the object of ``ringspan plan --generate --json``."""
         text, cost = self.text, self.cost
         return {
             "fits": self.fits,
@@ -150,7 +149,7 @@ class TextPlan:
         }
 
     def reasons(self) -> Iterator[str]:
-        """Yield one sentence each: positions, number of devices, weights, a token's cost, reading's cost."""
+        """Yield a sentence each: positions, number of devices, weights, a token's cost, reading's."""
         if self.is_refused:
             yield self._about_positions()
         yield from self._about_one_device()
@@ -235,7 +234,7 @@ def _bytes(cost: TextCost) -> dict[str, int]:
 
 
 def plan_text(question: TextQuestion) -> TextPlan:
-    """Return the quickest mesh, preferring fewer devices within three percent; if none fits, the most frugal one."""
+    """Return the quickest mesh, of fewer devices within three percent; if none fits, the most frugal one."""
     holding = [text for text in question.texts if question.fits(text)]
     # Weights that are gathered for each token are for where they do not fit.
     whole = {(text.replicate, text.ring, text.tp) for text in holding if text.weights == "whole"}
@@ -257,7 +256,7 @@ def plan_text(question: TextQuestion) -> TextPlan:
 
 
 def _longest_prompt(question: TextQuestion) -> int:
-    """Return the tokens of the longest prompt that all devices hold with as many new ones; 0 if none."""
+    """Return the longest prompt's tokens that all devices hold with as many new ones; 0 if none."""
     low, high = 0, 1
     while high < _MOST["prompt"] and _holds(question, high):
         low, high = high, 2 * high

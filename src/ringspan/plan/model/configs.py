@@ -1,4 +1,4 @@
-"""Source of a model's shape: built in by its name, or read from a config.json by transformers."""
+"""Source of a model's shape: built in, or a config.json read by transformers."""
 
 import json
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from ringspan.plan.names import normal, unknown
 
 
 def _shape(name: str, row: Mapping[str, Any]) -> ModelShape:
-    """Return a built-in shape: its distinct layers, and the order in which they follow each other."""
+    """Return a built-in shape: its distinct layers, and their order."""
     fields = dict(row["shape"])
     order, kinds = fields.pop("order"), [_kind(each) for each in fields.pop("kinds")]
     return ModelShape(
@@ -37,13 +37,13 @@ MODELS: Final = {name: _shape(name, row) for name, row in _ROWS.items() if "shap
 
 
 def model_shape(text: str, media: Media = NO_MEDIA, dtype: str = "bfloat16") -> ModelShape:
-    """Return a built-in shape by name, the config.json at a path (or in a folder), or that of a Hugging Face id.
+    """Return the shape by built-in name, config.json (or its folder) or Hugging Face id.
 
     ``media`` is what each sequence holds besides text, for towers that compute in ``dtype``.
 
     Raises:
         ConfigError: an unknown name (near ones are listed), or a config that cannot be read.
-        UnsupportedError: a kind of model whose parts this does not know.
+        UnsupportedError: a model whose parts this does not know.
     """
     path = Path(text).expanduser()
     if not text.strip():
@@ -63,7 +63,7 @@ def model_shape(text: str, media: Media = NO_MEDIA, dtype: str = "bfloat16") -> 
 
 
 def _from_hub(repository: str, media: Media, dtype: str) -> ModelShape:
-    """Load the config of a Hugging Face id, from the local cache if it is there."""
+    """Load the config of a Hugging Face id, if possible from the local cache."""
     from huggingface_hub import hf_hub_download
 
     try:
@@ -77,12 +77,7 @@ def _from_hub(repository: str, media: Media, dtype: str) -> ModelShape:
 
 
 def read_config(path: Path, media: Media = NO_MEDIA, dtype: str = "bfloat16") -> ModelShape:
-    """Return the shape that a config.json describes.
-
-    Raises:
-        ConfigError: a file that cannot be read, or a value that is missing or not a number.
-        UnsupportedError: a kind of model whose parts this does not know.
-    """
+    """Return the shape of a config.json file; errors as of ``model_shape``."""
     try:
         values = json.loads(read_small(path))
     except OSError as error:
@@ -95,11 +90,7 @@ def read_config(path: Path, media: Media = NO_MEDIA, dtype: str = "bfloat16") ->
 
 
 def from_config(values: Mapping[str, Any], name: str, media: Media = NO_MEDIA, dtype: str = "bfloat16") -> ModelShape:
-    """Return the shape that the values of a Hugging Face config describe; see ``read_config``.
-
-    Raises:
-        UnsupportedError: a model type that a ring does not run, packed weights, or heads that do not divide.
-    """
+    """Return the shape of a config's values; UnsupportedError for a type no ring runs, packed weights, uneven heads."""
     if isinstance(packed := values.get("quantization_config"), dict):
         raise UnsupportedError(
             f"{name}: is quantised ({packed.get('quant_method')}), and plans count weights of 16 or 32 bits, which are "

@@ -1,4 +1,4 @@
-"""Models and data sets of the Hugging Face Hub, from the local cache alone where the Hub is out of reach."""
+"""Models and data sets of the Hugging Face Hub, only from the local cache if it is out of reach."""
 
 import re
 import sys
@@ -17,14 +17,10 @@ _ID: Final = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?")
 
 @contextmanager
 def from_hub(what: str, name: str) -> Iterator[None]:
-    """Let a block load what ``name`` stands for, a local folder or an id of the Hub; ``what`` begins a message.
+    """Let a block load ``name``, a local folder or a Hub id; ``what`` begins a message.
 
-    The Hub's own clients try for half a minute to reach it. Here one request finds out, and without an answer the block
-    sees the local cache alone (``HF_HUB_OFFLINE=1`` does that without asking).
-
-    Raises:
-        ConfigError: the name can only be a path and nothing is there; or it is neither a folder nor cached, and the Hub
-            is out of reach.
+    The Hub's clients try for half a minute; here one request decides (none with ``HF_HUB_OFFLINE=1``), else the local
+    cache. ConfigError for a path with nothing there, or an id that is neither cached nor in reach.
     """
     if Path(name).exists():
         yield
@@ -47,7 +43,7 @@ def from_hub(what: str, name: str) -> Iterator[None]:
 
 @lru_cache(maxsize=1)
 def out_of_reach() -> str | None:
-    """Return why the Hub cannot be asked, after one request without retries; None if it answers, with any status."""
+    """Return why the Hub cannot be asked, after one request; None if it answers, with any status."""
     from huggingface_hub import constants
     from huggingface_hub.utils import get_session
 

@@ -1,4 +1,4 @@
-"""Parts of a decoder layer as the planner counts them: attention, a state, a convolution, a feed-forward."""
+"""Parts of a decoder layer as counted: attention, a state, a convolution, a feed-forward."""
 
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
@@ -6,11 +6,10 @@ from typing import Final, NamedTuple
 
 @dataclass(frozen=True, kw_only=True)
 class Scan:
-    """A layer's recurrence, per sequence or per token of one.
+    """A layer's recurrence in numbers per sequence (``state``, ``map_``) or token.
 
-    ``state`` and ``map_``: numbers of a state S and of the map A that comes with it where spans are scanned in rounds
-    (``ringspan.core.recurrence.scan``). ``flops``: of a token in forward, in chunks as kernels compute it. ``out``:
-    numbers of a token's result. ``chunk_states``: numbers of the states that a kernel keeps for backward, per token.
+    ``map_`` is of the map that comes with a state where spans are scanned in rounds (``core.recurrence.scan``).
+    ``flops``: of forward, in chunks; ``out``: the result; ``chunk_states``: what a kernel keeps for backward.
     """
 
     state: int
@@ -21,10 +20,10 @@ class Scan:
 
 
 class Kept(NamedTuple):
-    """Numbers that one part of a layer keeps of a token for backward, in the dtype that layers compute in.
+    """Numbers of a token that one part of a layer keeps for backward, in the layers' dtype.
 
-    ``norms`` are those that RMS norms keep besides float32 ``copies`` of their inputs; norms that run in chunks keep
-    their ``inputs`` in place of both. Copies and other ``float32`` numbers are in bytes.
+    ``norms``: kept by RMS norms besides float32 ``copies`` of inputs, in place of which chunked norms keep ``inputs``.
+    Copies and other ``float32`` numbers are in bytes.
     """
 
     numbers: int = 0
@@ -49,15 +48,13 @@ PARTS: Final = ("norm", "heads", "feedforward_norm", "feedforward")
 class LayerKind:
     """One layer of a decoder.
 
-    ``parameters``: all of them, ``whole`` those that tensor parallelism does not split. ``matrices``: weights that a
-    token is multiplied with, of experts those that it is sent to. ``mixing``: weights of attention or a recurrence.
-    ``feedforward``: those of a feed-forward, which are in ``products`` products; ``intermediate``: the numbers of a
-    token in it. ``heads`` are those of queries, 0 without attention; keys have ``head_dim`` numbers, as queries do, and
-    values ``value_dim``, as attention is given them ``calls`` times, which is what a ring sends. ``channels`` are
-    convolved with ``taps`` taps. ``mixed``: numbers of a token that a recurrence or convolution keeps for backward
-    besides its result. ``linears``: number of linear layers, their inputs and outputs together, and their weights. Of
-    ``parameters`` some may be ``frozen``, of these some ``packed``. With ``chunks``, tokens attend in consecutive
-    chunks of ``window``.
+    ``parameters``: all, of which ``whole`` are not split by tensor parallelism, some ``frozen``, of these some
+    ``packed``. ``matrices``: weights that a token is multiplied with (of experts, its own); ``mixing``: those of
+    attention or a recurrence; ``feedforward``: those of a feed-forward in ``products`` products, of ``intermediate``
+    numbers per token. ``heads``: of queries, 0 without attention; keys have ``head_dim`` numbers, values ``value_dim``,
+    and a ring sends ``calls`` times both. ``channels`` are convolved with ``taps`` taps. ``mixed``: numbers per token
+    that a recurrence or convolution keeps besides its result. ``linears``: number of linear layers, inputs plus
+    outputs, weights. With ``chunks``, tokens attend in consecutive chunks of ``window``.
     """
 
     parameters: int
@@ -107,7 +104,7 @@ class LayerKind:
         return self.scan.flops if self.scan else 0.0
 
     def adapted(self, rank: int, *, is_packed: bool) -> "LayerKind":
-        """Return the layer frozen, with matrices of a rank next to its linear layers, which may be packed."""
+        """Return the layer frozen, perhaps packed, with adapters of a rank on its linear layers."""
         (count, sizes, weights), (norm, heads, *others) = self.linears, self.kept
         return replace(
             self,
@@ -133,10 +130,7 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class Growth:
-    """A cost of n units that a tower takes at once: ``constant + units n + pairs n^2``.
-
-    ``pairs`` is of towers that lay images next to each other and mask what is outside of each (Pixtral).
-    """
+    """A cost of n units at once: ``constant + units n + pairs n^2`` (images side by side under a mask: Pixtral)."""
 
     constant: int = 0
     units: int = 0
@@ -144,10 +138,7 @@ class Growth:
 
     @classmethod
     def through(cls, two: int, three: int, four: int | None = None) -> "Growth":
-        """Return the growth with these values; along a line without the last.
-
-        The first is left out: what is repeated per unit is not copied for a single one.
-        """
+        """Return the growth with these values of two to four units, a line without the last; one alone copies less."""
         pairs = 0 if four is None else (four - 2 * three + two) // 2
         units = three - two - 5 * pairs
         return cls(two - 2 * units - 4 * pairs, units, pairs)
@@ -158,12 +149,11 @@ class Growth:
 
 @dataclass(frozen=True, kw_only=True)
 class Tower:
-    """Output and cost of a tower and its projector for the images, frames or windows of one sequence.
+    """A tower and its projector on the images, frames or windows of one sequence.
 
-    ``units``: images, frames (pairs of frames where a tower joins two) or windows, each of which it treats by itself.
-    ``tokens``: of the text, that stand for what it makes. ``row``: numbers in what is placed on one of them, in deeper
-    layers too. ``pixels``: numbers that it is given. ``flops``: forward and backward. ``saved`` and ``checkpointed``:
-    bytes kept for backward, without and with checkpoints of its ``layers``.
+    ``units``: what it treats by itself (pairs of frames if it joins two). ``tokens``: the text's for what it makes;
+    ``row``: numbers placed on one, in deeper layers too. ``pixels``: numbers given. ``flops``: forward and backward.
+    ``saved``, ``checkpointed``: bytes kept for backward without and with checkpoints of its ``layers``.
     """
 
     modality: str
@@ -177,7 +167,7 @@ class Tower:
     layers: int
 
     def share(self, batch: int, ranks: int) -> int:
-        """Units of the rank that has most; each has at least one, since the weights are gathered by all together."""
+        """Units of the fullest rank, at least one, since all gather the weights together."""
         return -(-batch * self.units // ranks)
 
     def share_of_tokens(self, batch: int, ranks: int) -> float:

@@ -1,4 +1,4 @@
-"""Layers of a decoder, counted while its own code runs on the meta device, where tensors have shapes and no values.
+"""Layers of a decoder, counted while its code runs on the meta device, where tensors have no values.
 
 T tokens, C hidden size.
 """
@@ -28,7 +28,7 @@ _ATTENTION: Final = "ringspan_counted"
 
 
 class Heads(NamedTuple):
-    """Sizes of one attention, as a ring is given its queries, keys and values."""
+    """Sizes of one attention, as a ring is given q, k and v."""
 
     heads: int = 0
     kv_heads: int = 0
@@ -48,7 +48,7 @@ class _Saved(NamedTuple):
 
 @dataclass
 class LayerRun:
-    """One layer's run: attention, the modules that called it, linear layers; products and what was kept, by child."""
+    """One layer's run: attention, the modules that called it, linear layers; products and kept numbers by child."""
 
     heads: Heads = _NO_HEADS
     callers: list[nn.Module] = field(default_factory=list)
@@ -60,7 +60,7 @@ class LayerRun:
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps queries, keys and values; what else a ring keeps is counted by formula."""
+    """Keeps q, k, v; the rest of what a ring keeps is counted by formula."""
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -73,7 +73,7 @@ class _Attention(torch.autograd.Function):
 
 
 def first_alike(layers: list[nn.Module], others: Iterable[Any]) -> list[int]:
-    """Return for each layer the first one with the same modules, sizes and settings, and the same of ``others``."""
+    """Return each layer's first one with the same modules, sizes, settings and ``others``."""
     first: dict[Any, int] = {}
     return [
         first.setdefault((other, *map(_looks_of, layer.named_modules())), number)
@@ -90,7 +90,7 @@ def _looks_of(named: tuple[str, nn.Module]) -> Any:
 
 
 class _Watch:
-    """State of a run: the module at work, and what has been kept before."""
+    """The module at work, and what has been kept before."""
 
     def __init__(self, model: nn.Module) -> None:
         self.layer = self.outside = LayerRun()
@@ -106,7 +106,7 @@ class _Watch:
         self.known |= {id_of(x) for x in tensors}
 
     def switch(self, child: str, layer: LayerRun | None = None) -> None:
-        """Count what has run since the last switch; from now on a child runs, of this layer or another one."""
+        """Count what has run since the last switch; from now on a child (of this or another layer) runs."""
         total = self.counter.get_total_flops()
         self.layer.products[self.child] += total - self.counted
         self.layer, self.child, self.counted = layer or self.layer, child, total
@@ -126,12 +126,10 @@ _FALLBACK: Final = getattr(getattr(torch.ops, "transformers", None), "grouped_mm
 
 
 def run_layers(model: Any, decoder: Any, layers: list[nn.Module], first: list[int]) -> tuple[list[LayerRun], int]:
-    """Run a model on the meta device, and watch its layers; equal layers return what the ``first`` of them did.
+    """Run a model on the meta device and watch its layers; equal ones share their ``first``'s run.
 
-    The number is that of weights that a token is multiplied with outside of them, but for the head.
-
-    Raises:
-        RuntimeError, NotImplementedError, ...: what its code raises without values.
+    The number is of weights that a token is multiplied with outside of them, except the head. Raises what its code
+    raises without values.
     """
     try:
         return _run(model, decoder, layers, first, torch.ones(1, _TOKENS, dtype=torch.int64, device="meta"))
@@ -265,5 +263,5 @@ def kept_of(run: LayerRun, layer: nn.Module, mixers: set[str]) -> tuple[Kept, ..
 
 
 def products_of(run: LayerRun, children: set[str], *, inside: bool) -> int:
-    """Return the weights that a token is multiplied with in some children of a layer, or in all others."""
+    """Return the weights that a token is multiplied with in some children, or in all others."""
     return sum(flops for name, flops in run.products.items() if (name in children) == inside) // (2 * _TOKENS)

@@ -1,7 +1,6 @@
-"""Cost of a tower, from running its own code on the meta device: FLOPs, embeddings, bytes kept for backward.
+"""Cost of a tower from running its code on the meta device: FLOPs, embeddings, kept bytes.
 
-Floating-point tensors have shapes alone there. Integers, of which grids and masks are computed, stay on the CPU with
-their values, since towers loop over them.
+Only floating-point tensors are there; integers, for grids and masks, have values on the CPU: towers loop over them.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,8 +23,6 @@ _FUSED_BACKWARD: Final = torch.ops.aten._scaled_dot_product_flash_attention_for_
 
 
 class Measured(NamedTuple):
-    """Cost of some units."""
-
     rows: int
     row: int
     """Numbers in each embedding, those of deeper layers included."""
@@ -36,13 +33,9 @@ class Measured(NamedTuple):
 def measure(
     model: nn.Module, compute: Callable[..., Any], inputs: Mapping[str, Tensor], *, count_flops: bool
 ) -> Measured:
-    """Run a tower, and its backward pass where FLOPs are counted.
+    """Run a tower (``compute`` of ``inputs``), and its backward pass if FLOPs are counted, several times slower.
 
-    Args:
-        model: on the meta device, whose weights are not counted as kept.
-        compute: what gives the embeddings.
-        inputs: what it is called with.
-        count_flops: takes several times as long.
+    ``model`` is on the meta device; its weights do not count as kept.
     """
     weights = {id_of(weight) for weight in (*model.parameters(), *model.buffers())}
     kept: dict[int, Tensor] = {}

@@ -1,4 +1,4 @@
-"""Contents of a sequence besides text, as options of ``ringspan plan``: images, frames of video, windows of sound."""
+"""Contents of a sequence besides text, as ``ringspan plan`` takes them: images, video frames, sound."""
 
 import re
 from collections.abc import Mapping
@@ -30,15 +30,10 @@ NO_MEDIA: Final[Media] = MappingProxyType({})
 
 
 def read_media(images: str | None, frames: str | None, sound: int | None) -> Media:
-    """Parse what each kind of tower is shown of one sequence, by the name of its modality.
-
-    Args:
-        images: ``COUNT`` or ``COUNTxHEIGHTxWIDTH``.
-        frames: of all videos, in the same form.
-        sound: windows.
+    """Parse each modality's part of a sequence: ``COUNT[xHEIGHTxWIDTH]`` images or frames, windows of sound.
 
     Raises:
-        ConfigError: neither of these forms, or none of anything.
+        ConfigError: another form, or a count of zero.
     """
     found: dict[str, Units] = {}
     for name, text in (("image", images), ("video", frames)):

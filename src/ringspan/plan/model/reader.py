@@ -1,6 +1,6 @@
-"""A model's shape from its config: transformers builds it on the meta device, where weights have shapes and no values.
+"""A model's shape from its config: transformers builds it on the meta device, and each layer's own code is counted.
 
-Each layer is counted from its own code, so no type's sizes are repeated here. C hidden size.
+C hidden size.
 """
 
 import json
@@ -35,7 +35,7 @@ def text_shape(values: Mapping[str, Any], name: str) -> ModelShape:
 
     Raises:
         ConfigError: values of which transformers builds no model.
-        UnsupportedError: a type that is none, or a layer whose parts the planner does not know; the message names it.
+        UnsupportedError: another type, or a layer whose parts the planner does not know, by name.
     """
     kind = values.get("model_type")
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -48,11 +48,7 @@ def text_shape(values: Mapping[str, Any], name: str) -> ModelShape:
 
 
 def config_of(values: Mapping[str, Any], name: str) -> Any:
-    """Return transformers' config of a config.json's values.
-
-    Raises:
-        ConfigError: its class does not take them.
-    """
+    """Return transformers' config of these values; ConfigError if its class does not take them."""
     kind = values["model_type"]
     try:
         return CONFIG_MAPPING[kind](**{key: _number(value) for key, value in values.items() if key != "model_type"})
@@ -61,7 +57,7 @@ def config_of(values: Mapping[str, Any], name: str) -> Any:
 
 
 def built(auto: Any, values: Mapping[str, Any], name: str) -> Any:
-    """Build the model of a config on the meta device, by an auto class of transformers.
+    """Build a config's model on the meta device by an auto class.
 
     Raises:
         ConfigError: transformers makes none of these values.
@@ -87,11 +83,7 @@ def built(auto: Any, values: Mapping[str, Any], name: str) -> Any:
 
 
 def decoder_values(model: Any, name: str) -> dict[str, Any]:
-    """Return the fields of a ``ModelShape`` for a model's decoder, counted layer by layer.
-
-    Raises:
-        UnsupportedError: a layer whose parts the planner does not know; the message names it.
-    """
+    """Return a decoder's fields of ``ModelShape``, layer by layer; UnsupportedError names an unknown layer."""
     decoder: Any = decoder_of(model)
     config = decoder.config
     kind = config.model_type
@@ -153,7 +145,7 @@ def _split(model: Any, decoder: Any) -> tuple[str, set[Tensor]]:
 
 
 def _number(value: Any) -> Any:
-    """Read a value of a config.json, in which transformers writes numbers that JSON lacks as objects."""
+    """Read a number that JSON lacks, which transformers writes as an object."""
     if isinstance(value, list):
         return [_number(each) for each in value]
     if not isinstance(value, dict):
@@ -162,7 +154,7 @@ def _number(value: Any) -> Any:
 
 
 class _Facts:
-    """One layer: its children with attention or a state, and what they and the others hold."""
+    """A layer: its children with attention or a state, and what they and the others hold."""
 
     def __init__(self, layer: nn.Module, size: int, run: LayerRun, where: str) -> None:
         self.layer, self.size, self.run, self.where = layer, size, run, where
@@ -226,6 +218,6 @@ class _Facts:
         return Kept(self.size, self.size, self.size, 4 * self.size + 4), keys, *kept[2:]
 
     def _products(self) -> int:
-        """Return the products of a feed-forward: three of a gated one, whose first two may be one weight."""
+        """Return a feed-forward's products: three of a gated one, whose first two may be one weight."""
         large = [size for size in self.rest if 4 * size > max(self.rest)]
         return max(1, round(sum(large) / min(large))) if large and len(large) < 4 else 3

@@ -1,4 +1,4 @@
-"""Recurrences of a layer, counted from the modules that transformers builds.
+"""Recurrences of a layer, counted from transformers' modules.
 
 H heads, K key size, V value size, N state size.
 """

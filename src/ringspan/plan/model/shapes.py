@@ -20,15 +20,14 @@ _NONE = LayerKind(parameters=0, matrices=0, feedforward=0, intermediate=0, heads
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ModelShape:
-    """Sizes of a decoder: ``kinds``, one for each layer, and ``root`` parameters outside of them and of towers' layers.
+    """A decoder's ``kinds``, one per layer, and ``root`` parameters outside of them and of towers' layers.
 
-    Of one that sees or hears, ``tower_layers`` are the parameters of each of its towers' layers, ``tower_root`` those
-    of ``root`` that are a tower's, and ``towers`` what each makes of one sequence; ``later_pairs``: pairs of a query
-    and a later key that each layer computes besides the causal ones. ``positions`` are those of a learned table,
-    ``made_for`` those that a rotary model was made for; 0 where there are none, or nothing says it. ``has_rms`` norms
-    keep float32 copies. ``unsplit`` says why tensor parallelism cannot split it. ``config`` is its config.json.
-    ``outside``: weights of the root that a token is multiplied with, but for the head. ``lora``: rank of the adapters
-    that are trained, 0 if all weights are; ``weights``: how the others are packed.
+    ``tower_layers``: parameters of each tower's layer; ``tower_root``: the towers' in ``root``; ``towers``: what each
+    makes of a sequence; ``later_pairs``: each layer's pairs of a query and a later key. ``positions``: of a learned
+    table, ``made_for``: of a rotary model, 0 if neither. ``has_rms``: norms keep float32 copies. ``unsplit``: why
+    tensor parallelism cannot split it. ``config``: config.json. ``outside``: weights of the root that a token is
+    multiplied with, except the head. ``lora``: rank of the trained adapters, 0 if all weights are trained; ``weights``:
+    how the others are packed.
     """
 
     name: str
@@ -54,11 +53,7 @@ class ModelShape:
     weights: str = ""
 
     def adapted(self, rank: int, weights: str = "") -> "ModelShape":
-        """Return the model frozen, its linear layers packed if ``weights`` says how, with adapters of this rank.
-
-        Raises:
-            UnsupportedError: a model with towers.
-        """
+        """Return the model frozen, packed as ``weights`` says, with adapters; UnsupportedError for towers."""
         if self.sees:
             raise UnsupportedError(f"{self.name}: --lora plans models of text, not {self.model_type} with its towers")
         made = {kind: kind.adapted(rank, is_packed=bool(weights)) for kind in {*self.kinds}}
@@ -67,7 +62,6 @@ class ModelShape:
         return replace(self, kinds=kinds, lora=rank, weights=weights, unsplit=unsplit)
 
     def bytes_of(self, parameters: int, packed: int, number_bytes: int) -> int:
-        """Return the bytes of parameters, of which some are packed."""
         return number_bytes * (parameters - packed) + round(PACKED_BYTES[self.weights] * packed)
 
     @property
@@ -76,12 +70,12 @@ class ModelShape:
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]:
-        """Sliding window of each layer that attends; None if it sees everything before it."""
+        """Window of each layer that attends; None if it sees all before it."""
         return tuple(kind.window for kind in self.kinds if kind.attends)
 
     @cached_property
     def attention(self) -> LayerKind:
-        """The layer with the most numbers in its queries and keys."""
+        """The layer with the most numbers in queries and keys."""
         attending = (kind for kind in self.kinds if kind.attends)
         return max(
             attending, key=lambda kind: (kind.heads * kind.head_dim, kind.kv_heads * kind.head_dim), default=_NONE
@@ -101,12 +95,12 @@ class ModelShape:
 
     @property
     def query_size(self) -> int:
-        """Numbers in all query heads of a token."""
+        """Numbers in a token's query heads."""
         return self.heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Numbers in all key heads of a token."""
+        """Numbers in a token's key heads."""
         return self.kv_heads * self.head_dim
 
     @cached_property
@@ -119,7 +113,7 @@ class ModelShape:
 
     @cached_property
     def is_plain(self) -> bool:
-        """True if it is text alone, without states or experts, and its layers differ in their windows at most."""
+        """True for text without states or experts, whose layers differ in windows at most."""
         is_dense = self.active_parameters == self.parameters and self.head_dim == self.attention.value_dim
         alike = len({replace(kind, window=None) for kind in self.kinds}) == 1
         return is_dense and alike and not self.has_states and not self.sees
@@ -130,7 +124,7 @@ class ModelShape:
         return sum(tower.tokens for tower in self.towers)
 
     def split(self, tp: int) -> "ModelShape":
-        """Return each tensor-parallel rank's share of heads, feed-forward and, where it divides evenly, vocabulary.
+        """Return a tensor-parallel rank's share of heads, feed-forward and, if even, vocabulary.
 
         Raises:
             UnsupportedError: a model that transformers cannot split, or sizes that do not divide evenly.
@@ -159,7 +153,7 @@ class ModelShape:
         return replace(self, vocab=vocab, root=self.root - gone, kinds=tuple(shares[kind] for kind in self.kinds))
 
     def counted(self, layers: int) -> dict[LayerKind, int]:
-        """Return how many of the first ``layers`` layers are of each kind."""
+        """Count the kinds of the first ``layers`` layers."""
         if layers not in self._counts:
             self._counts[layers] = Counter(self.kinds[:layers])
         return self._counts[layers]
@@ -175,7 +169,7 @@ class ModelShape:
 
     @cached_property
     def layer_matrix_parameters(self) -> int:
-        """Weights of one layer that every token is multiplied with, of the largest where they differ."""
+        """Weights of the largest layer that every token is multiplied with."""
         return max(kind.matrices for kind in self.kinds)
 
     @property
@@ -185,7 +179,6 @@ class ModelShape:
 
     @property
     def trained_root(self) -> int:
-        """Parameters outside of layers that are trained."""
         return 0 if self.lora else self.root
 
     @property
@@ -193,13 +186,12 @@ class ModelShape:
         return self.trained_of_layers(self.layers) + sum(self.tower_layers) + self.trained_root
 
     def trained_of_layers(self, count: int) -> int:
-        """Count the trained parameters of the last ``count`` layers."""
         counts, before = self.counted(self.layers), self.counted(self.layers - count)
         return sum(kind.trained * (number - before.get(kind, 0)) for kind, number in counts.items())
 
     @property
     def matrix_parameters(self) -> int:
-        """Weights that every token is multiplied with, the head included: 2 FLOPs each in forward."""
+        """Weights that every token is multiplied with, head included: 2 FLOPs each in forward."""
         in_layers = sum(kind.matrices * count for kind, count in self.counted(self.layers).items())
         return in_layers + self.outside + self.vocab * self.hidden
 

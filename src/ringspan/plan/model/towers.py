@@ -1,4 +1,4 @@
-"""Towers of a model that sees or hears, as the planner counts them: transformers' own modules on the meta device.
+"""Towers of a model that sees or hears, counted from transformers' modules on the meta device.
 
 C channels, T tokens of the text.
 """
@@ -42,17 +42,11 @@ from ringspan.torch.multimodal.kinds import KINDS, Modality
 
 
 def seeing_shape(values: Mapping[str, Any], name: str, media: Media, dtype: str) -> ModelShape | None:
-    """Return the shape of a config with towers; None if it has none.
-
-    Args:
-        values: of a ``config.json``.
-        name: of the model, in errors.
-        media: what each sequence holds.
-        dtype: that layers compute in.
+    """Return the shape of a config with towers, in ``dtype``; None if it has none.
 
     Raises:
         ConfigError: values of which transformers builds no model, or sizes of images that it does not take.
-        UnsupportedError: parts that the planner does not know; the message names them.
+        UnsupportedError: parts that the planner does not know, by name.
     """
     kind = values["model_type"]
     if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in KINDS:
@@ -94,7 +88,7 @@ def _later_pairs(tower: Tower) -> int:
 
 
 def _refuse(model: Any, name: str) -> None:
-    """Raise an UnsupportedError for text whose attention the planner cannot count."""
+    """Raise UnsupportedError for text whose attention the planner cannot count."""
     kind = KINDS.get(model.config.model_type)
     if kind is not None and kind.is_prefix:
         raise UnsupportedError(
@@ -165,7 +159,7 @@ def _cast(inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _features(model: Any, modality: Modality) -> Callable[..., Any]:
-    """Return the function that makes the embeddings of a modality."""
+    """Return the function that makes a modality's embeddings."""
     inner, kind = inner_of(model), KINDS[model.config.model_type]
     if isinstance(modality.cut, ImagesOfExamples):
         return partial(_idefics_images, inner)
@@ -173,7 +167,7 @@ def _features(model: Any, modality: Modality) -> Callable[..., Any]:
 
 
 def _idefics_images(inner: Any, pixel_values: Tensor, **_: Any) -> BaseModelOutputWithPooling:
-    """Compute embeddings without Idefics' own method, which first looks at pixels for images that are padding."""
+    """Compute embeddings without Idefics' method, which looks at pixels for padding images."""
     side = inner.config.vision_config.patch_size
     height, width = pixel_values.shape[-2:]
     mask = torch.ones(len(pixel_values), height // side, width // side, dtype=torch.bool, device="cpu")
@@ -182,7 +176,7 @@ def _idefics_images(inner: Any, pixel_values: Tensor, **_: Any) -> BaseModelOutp
 
 
 def _inputs(model: Any, cut: Cut, given: Units) -> tuple[int, Callable[[int], dict[str, Tensor]]]:
-    """Return one sequence's units, and a tower's inputs for some; ConfigError for a size that the tower rejects."""
+    """Return a sequence's units, and a tower's inputs for some; ConfigError for a size that it rejects."""
     config = model.config
     if isinstance(cut, WindowsOfSound):
         return given.count, partial(_windows, cut, config.audio_config)
