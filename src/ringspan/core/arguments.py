@@ -1,4 +1,4 @@
-"""Checks of attention's arguments, common to all back ends, before any communication."""
+"""Checks of attention's arguments, common to all back ends."""
 
 from collections.abc import Sequence
 from typing import Any, Final
@@ -47,7 +47,6 @@ def check_shapes(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> None:
 
 
 def check_scores(scale: float | None, softcap: float | None) -> None:
-    """Raise UnsupportedError for a scale or soft cap that is not a number or removes all scores."""
     if scale is not None:
         real(scale, "scale", UnsupportedError)
     if softcap is not None and not real(softcap, "softcap", UnsupportedError) > 0:
@@ -55,7 +54,6 @@ def check_scores(scale: float | None, softcap: float | None) -> None:
 
 
 def find_mask(mask: Mask | str | None) -> Mask:
-    """Return the caller's mask: causal if None, text read by ``Mask.parse``; MaskError for anything else."""
     if mask is None:
         return causal()
     if isinstance(mask, str):
@@ -72,11 +70,7 @@ def find_mask(mask: Mask | str | None) -> Mask:
 def find_layouts(
     layout: LayoutName | Layout, key_layout: Layout | None, ranks: int, tokens: int, key_tokens: int, remedy: str
 ) -> tuple[Layout, Layout]:
-    """Return the layouts of queries and keys; a name means sequences of ``ranks`` times the local tokens.
-
-    Raises:
-        LayoutError: a layout for other ranks or local tokens (``remedy`` pads tensors), or two that split differently.
-    """
+    """Return the layouts of queries and keys, checked against local tokens; ``remedy`` pads the caller's tensors."""
     _check_layouts(layout, key_layout)
     if isinstance(layout, str):
         layout = Layout(layout, ranks * tokens, ranks)
@@ -98,7 +92,6 @@ def find_layouts(
 
 
 def _check_layouts(layout: Any, key_layout: Any) -> None:
-    """Refuse anything but a layout."""
     if not isinstance(layout, (str, Layout)):
         raise LayoutError(f"layout must be a name or a Layout, got {described(layout)}; {_LAYOUT_HINT}")
     if key_layout is not None and not isinstance(key_layout, Layout):
@@ -109,7 +102,7 @@ def _check_layouts(layout: Any, key_layout: Any) -> None:
 
 
 def check_sharding(shape: Sequence[int], layout: Any, dim: Any) -> None:
-    """Raise LayoutError for anything but a layout of all positions, and a dimension that the shape has."""
+    """Raise LayoutError for anything but a layout of all positions and a dimension of the shape."""
     if not isinstance(layout, Layout):
         raise LayoutError(f"layout must be a Layout, got {described(layout)}; {_LAYOUT_HINT}")
     if isinstance(layout, CustomLayout):
@@ -119,7 +112,6 @@ def check_sharding(shape: Sequence[int], layout: Any, dim: Any) -> None:
 
 
 def _check_whole(layout: CustomLayout) -> None:
-    """Refuse a layout that does not hold a sequence's positions and its end's padding."""
     end = max([layout.length, *(span.start + span.count for held in layout.parts for span in held)])
     if layout.padded_length != end:
         raise LayoutError(

@@ -1,6 +1,6 @@
-"""Cost of a training step, by formula, for planner, trainer and ``parallelize``: bytes saved, bytes of loss, FLOPs.
+"""Formulas of a training step's cost, for planner, trainer and ``parallelize``: saved bytes, bytes of the loss, FLOPs.
 
-C hidden size, I intermediate size, H query heads, G key/value heads, D head size, V vocabulary, s bytes per number.
+C hidden, I intermediate and V vocabulary size, H query and G key/value heads, D head size, s bytes per number.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ _FLOAT32: Final = DTYPE_BYTES["float32"]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSizes:
-    """Sizes of one decoder layer of the Llama family, or of one rank's share of it."""
+    """Sizes of a Llama-like decoder layer, or of one rank's share of it."""
 
     hidden: int
     heads: int
@@ -26,7 +26,7 @@ class LayerSizes:
 
 
 def norm_bytes(size: int, number_bytes: int, *, is_rms: bool = True, in_chunks: bool = False) -> int:
-    """Return the bytes that a norm over ``size`` numbers saves, its result for the next product included."""
+    """Return the bytes that a norm saves, including its result."""
     # Below float32, transformers' RMS norm keeps a float32 copy of its input, unless it runs in chunks.
     if not is_rms:
         return 2 * number_bytes * size + 2 * _FLOAT32
@@ -44,13 +44,11 @@ def saved_bytes(
 ) -> int:
     """Return the bytes per token that ``layers`` layers keep from forward to backward.
 
-    Per layer, with whole norms and without norms on queries and keys:
-
-        full        s C                                   the input, of the first of ``layers_per_checkpoint`` layers
-        attention   s C + s H D + 4 H                     and, of each layer, the ring's result and log-sum-exp
-        none        2 (4 (C + 1) + 2 s C)                 two norms, which compute in float32
-                    + 2 s (H + G) D + 4 H                 queries, keys, values, result and log-sum-exp
-                    + 4 s I                               the gated feed-forward, unless it runs in chunks
+    full        s C                                   the input, of the first of ``layers_per_checkpoint`` layers
+    attention   s C + s H D + 4 H                     and, of each layer, attention's result and log-sum-exp
+    none        2 (4 (C + 1) + 2 s C)                 two norms, which compute in float32
+                + 2 s (H + G) D + 4 H                 queries, keys, values, result and log-sum-exp
+                + 4 s I                               the gated feed-forward, unless it runs in chunks
     """
     s, outs = number_bytes, sizes.heads * sizes.head_dim
     attention = s * outs + _FLOAT32 * sizes.heads
@@ -89,12 +87,10 @@ def loss_bytes(
 ) -> LossBytes:
     """Return the bytes that ``ringspan.blockwise_cross_entropy`` holds, for blocks of n tokens and v entries.
 
-    With a = max(s, 4) bytes in a sum: ``V C a`` for the weight's gradient, ``n v a`` for the logits (twice that
-    with a softcap) and, with several blocks of vocabulary, ``n C a`` for the gradient of hidden. A type below
-    float32 adds the logits' gradient rounded to it, ``n v s``, and the product on its way into a sum, ``m C (s +
-    a)`` with up to 4096 rows m of the weight or n tokens; or, at the end, the weight's gradient rounded, ``V C s``,
-    if that is more. Vectors of n entries and what a matrix product packs are left out: below 3% from blocks of 512
-    x 8192 on.
+    With a = max(s, 4): ``V C a`` for the weight's gradient, ``n v a`` for the logits (twice with a softcap) and, with
+    several blocks of vocabulary, ``n C a`` for the gradient of hidden. Below float32 also the rounded logits' gradient
+    ``n v s`` and a product of m <= 4096 weight rows or n tokens, ``m C (s + a)``, or, if more, the rounded weight's
+    gradient ``V C s``. Leaves out vectors of n and what a matrix product packs: < 3% from blocks of 512 x 8192 on.
     """
     s, a = number_bytes, max(number_bytes, _FLOAT32)
     v = min(chunk_vocabulary or vocabulary, vocabulary)
@@ -108,7 +104,7 @@ def loss_bytes(
 
 
 def training_flops(weights: float, tokens: float, query_pairs: float) -> float:
-    """Return the FLOPs of a training step: ``6 weights tokens + 12 query_pairs``, whatever is computed again."""
+    """Return a training step's ``6 weights tokens + 12 query_pairs`` FLOPs, without recomputation."""
     # 2 FLOPs once in forward, twice in backward, per weight and per score and value of each allowed pair:
     # ``query_pairs`` are pairs x numbers in a token's query heads, of all layers.
     return 6.0 * weights * tokens + 12.0 * query_pairs

@@ -1,4 +1,4 @@
-"""One class per kind of refusal. Each message names the value that is refused and what would work instead."""
+"""One class per kind of refusal; messages name the value and a remedy."""
 
 from typing import Final
 
@@ -47,7 +47,7 @@ class ClosedPipe(OutputError):
 
 
 class RankLost(RuntimeError):
-    """Ranks of this machine were killed, or ended because another one was lost or stood still."""
+    """Ranks of this machine were killed, or ended because another one was lost or stalled."""
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)

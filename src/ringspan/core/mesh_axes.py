@@ -1,4 +1,4 @@
-"""Roles of the axes of a device mesh, by the names that torchtitan, accelerate and others give them."""
+"""Roles of a device mesh's axes, by the names that torchtitan, accelerate and others use."""
 
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -18,7 +18,7 @@ Names = str | Sequence[str] | None
 
 
 def recognised(sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
-    """Return the axes of each role of ``WELL_KNOWN``, in mesh order; ConfigError for other or double axes."""
+    """Return the axes of each ``WELL_KNOWN`` role, in mesh order; ConfigError for other or double axes."""
     roles = {name: role for role, names in WELL_KNOWN.items() for name in names}
     if unknown := [f"{name} ({size})" for name, size in sizes.items() if name not in roles and size > 1]:
         raise ConfigError(
@@ -36,7 +36,7 @@ def recognised(sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
 
 
 def assigned(sizes: Mapping[str, int], given: Mapping[str, Names]) -> dict[str, tuple[str, ...]]:
-    """Return the axes of each role as the caller names them; ConfigError for a wrong, double or missing name."""
+    """Return the axes that the caller gives each role; ConfigError for a wrong, double or missing name."""
     chosen = {
         role: () if names is None else (names,) if isinstance(names, str) else tuple(names)
         for role, names in given.items()

@@ -1,4 +1,4 @@
-"""Every list of names that a user chooses from, each of them once; a test holds their uses to them."""
+"""Every list of names that a user chooses from, once."""
 
 from typing import Any, Final, Literal, TypeVar, get_args
 
@@ -41,7 +41,7 @@ _Name = TypeVar("_Name", bound=str)
 
 
 def find_name(what: str, name: Any, names: tuple[_Name, ...], error: type[RingspanError]) -> _Name:
-    """Return ``name`` if it is one of ``names``, else raise the given error, which lists them."""
+    """Return ``name`` if it is one of ``names``, else raise the given error."""
     for known in names:
         if isinstance(name, str) and name == known:
             return known
@@ -49,15 +49,12 @@ def find_name(what: str, name: Any, names: tuple[_Name, ...], error: type[Ringsp
 
 
 def checkpoint_name(name: str) -> CheckpointName:
-    """Return ``name`` if it is a checkpoint policy, else raise ConfigError."""
     return find_name("checkpoint policy", name, CHECKPOINT_NAMES, ConfigError)
 
 
 def offload_name(name: str) -> OffloadName:
-    """Return ``name`` if it names what to offload, else raise ConfigError."""
     return find_name("offload", name, OFFLOAD_NAMES, ConfigError)
 
 
 def kernel_name(name: str) -> KernelName:
-    """Return ``name`` if it is a kernel of the PyTorch back end or ``auto``, else raise UnsupportedError."""
     return find_name("kernel", name, KERNEL_NAMES, UnsupportedError)

@@ -27,11 +27,9 @@ def attention(
     bias: Array | None = None,
     sinks: Array | None = None,
 ) -> tuple[Array, Array]:
-    """``softmax(scale q k^T where allowed) v`` and its log-sum-exp; a row that may see nothing gives 0 and -inf.
+    """``softmax(scale q k^T where allowed) v`` and its log-sum-exp; a row without keys gives 0 and -inf.
 
-    ``softcap`` c makes a score s ``c tanh(s / c)``; ``bias`` is then added. ``sinks`` are logits that take their share
-    of the softmax and have the value 0.
-
+    ``softcap`` c turns a score s into ``c tanh(s / c)`` before ``bias``; ``sinks`` are logits with the value 0.
     Shapes: q (B, H, Q, D), k (B, G, K, D), v (B, G, K, E), allowed (Q, K), bias (H, Q, K), sinks (H,) -> out (B, H, Q,
     E), lse (B, H, Q).
     """
@@ -53,10 +51,10 @@ def backward(
     bias: Array | None = None,
     sinks: Array | None = None,
 ) -> Gradients:
-    """Gradients of ``sum(dout * attention(q, k, v))``; dk and dv are summed over the query heads that share them.
+    """Gradients of ``sum(dout * attention(q, k, v))``; dk and dv are summed over their query heads.
 
-    With ``p`` the probabilities and ``delta = sum(dout * out)`` over the head size: ``dv = p^T dout``,
-    ``ds = p (dout v^T - delta)``, ``dq = scale ds k``, ``dk = scale ds^T q`` (FlashAttention, appendix B.2).
+    With probabilities ``p`` and ``delta = sum(dout * out)``: ``dv = p^T dout``, ``ds = p (dout v^T - delta)``,
+    ``dq = scale ds k``, ``dk = scale ds^T q`` (FlashAttention, appendix B.2).
     """
     k_heads, v_heads = _repeat(k, q), _repeat(v, q)
     scores = _scores(q, k, allowed, scale, softcap, bias)
@@ -69,7 +67,7 @@ def backward(
 
 
 def sink_gradient(dout: Array, out: Array, lse: Array, sinks: Array) -> Array:
-    """Gradient of ``sum(dout * out)`` by the sinks (H,): a sink has the share ``exp(sink - lse)`` and the value 0."""
+    """Gradient of ``sum(dout * out)`` by the sinks (H,), whose share is ``exp(sink - lse)``."""
     base = np.where(np.isneginf(lse), 0.0, lse)
     return -(np.exp(sinks[:, None] - base) * (dout * out).sum(-1)).sum((0, 2))
 

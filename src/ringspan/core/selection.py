@@ -1,6 +1,6 @@
-"""Keys that an index chooses for each query (DeepSeek-V3.2): ranges to choose from, a float64 oracle, and costs.
+"""Keys that an index chooses for each query (DeepSeek-V3.2): ranges, a float64 oracle, and costs.
 
-A selection is data: int32 positions (B, T, k), -1 if a query sees fewer keys than k, in no particular order.
+A selection is int32 positions (B, T, k), unordered, -1 if a query sees fewer than k keys.
 T queries, S keys, H heads of the index, D its head size.
 """
 
@@ -27,11 +27,7 @@ class Seen(NamedTuple):
 
 
 def seen_by(mask: Mask, positions: Integers, length: int) -> Seen:
-    """Return the range of keys that each query of these positions sees in a sequence of ``length`` tokens.
-
-    Raises:
-        MaskError: some query sees keys of several regions of the mask.
-    """
+    """Return the keys that queries at these positions see; MaskError if one sees several regions."""
     table = mask.table(length, length)
     table = table[np.argsort(table[:, 0], kind="stable")]
     if (table[1:, 0] < table[:-1, 1]).any():
@@ -53,7 +49,7 @@ def index_scores(
 
 
 def chosen_keys(scores: NDArray[np.float64], seen: Seen, topk: int) -> NDArray[np.int32]:
-    """Return the ``topk`` best of the keys that each query sees, of equal ones the first: (T, S) -> (T, topk)."""
+    """Return each query's ``topk`` best keys, of equal ones the first: (T, S) -> (T, topk)."""
     chosen = np.full((len(scores), topk), -1, np.int32)
     for row, first, stop in zip(range(len(scores)), *seen, strict=True):
         best = np.argsort(-scores[row, first:stop], kind="stable")[:topk]
@@ -62,14 +58,14 @@ def chosen_keys(scores: NDArray[np.float64], seen: Seen, topk: int) -> NDArray[n
 
 
 def allowed_by(chosen: NDArray[np.int32], num_keys: int) -> NDArray[np.bool_]:
-    """Return a selection (..., k) as a mask (..., S), as ``ringspan.core.reference.attention`` takes it."""
+    """Return a selection (..., k) as a mask (..., S)."""
     one_more = np.zeros((*chosen.shape[:-1], num_keys + 1), np.bool_)
     np.put_along_axis(one_more, np.where(chosen < 0, num_keys, chosen).astype(np.int64), True, axis=-1)
     return one_more[..., :num_keys]
 
 
 class IndexCost(NamedTuple):
-    """Work of some queries in a layer with an index, forward."""
+    """Forward work of some queries in a layer with an index."""
 
     scored_pairs: int
     """Pairs that the index scores, ``2 H D`` FLOPs each: none of a query that sees at most ``topk`` keys."""
@@ -78,6 +74,5 @@ class IndexCost(NamedTuple):
 
 
 def index_cost(seen: Seen, topk: int) -> IndexCost:
-    """Return the cost of queries that see these keys; of one rank's to balance, of all for a layer."""
     counts = seen.counts
     return IndexCost(int(counts[counts > topk].sum()), int(np.minimum(counts, topk).sum()))

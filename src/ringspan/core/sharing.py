@@ -1,14 +1,14 @@
-"""Sequences of a step dealt out so that replicas, which end it together, have similar work."""
+"""Sequences of a step dealt to replicas, which end it together, with similar work."""
 
 import numpy as np
 from numpy.typing import NDArray
 
 
 def even_out(work: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Deal a step's sequences so that replicas have similar work in each micro-step, which they end together.
+    """Deal a step's sequences so that replicas have similar work in each micro-step.
 
-    Sequences of similar work share a micro-step; there each goes, heaviest first, to the least loaded replica with
-    room. Input and result have shape (accumulation_steps, replicate, batch_size).
+    Similar sequences share a micro-step; each goes, heaviest first, to the least loaded replica with room.
+    Input and result have shape (accumulation_steps, replicate, batch_size).
     """
     micro_steps, replicas, most = work.shape
     heaviest_first = np.argsort(-work, axis=None, kind="stable")

@@ -13,8 +13,7 @@ Array = NDArray[np.float64]
 def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
     """Return ``lse = log(e^lse_a + e^lse_b)``, ``out = w out_b + (1 - w) out_a``, ``w = sigmoid(lse_b - lse_a)``.
 
-    Shapes: out (..., T, D), lse (..., T). Source: Milakov & Gimelshein 2018; FlashAttention (Dao et al. 2022), section
-        3.
+    Out (..., T, D), lse (..., T). Source: Milakov & Gimelshein 2018; FlashAttention (Dao et al. 2022), section 3.
     """
     lse = np.logaddexp(lse_a, lse_b)
     both_empty = np.isneginf(lse)

@@ -1,4 +1,4 @@
-"""Options of a training step on a mesh, shared by all callers of ``parallelize``."""
+"""Options of a training step on a mesh."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from ringspan.core.names import BatchLayoutName, CheckpointName, ChunkTokens, Co
 
 @dataclass(frozen=True, kw_only=True)
 class StepConfig:
-    """The options of ``ringspan.parallelize``, which documents them, and their defaults."""
+    """Options of ``ringspan.parallelize``, which documents them, and their defaults."""
 
     layout: BatchLayoutName = "zigzag"
     route: str = "ring"

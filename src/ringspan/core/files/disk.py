@@ -1,11 +1,11 @@
-"""Files and folders that are on the disk, not only on their way to it: what is written survives a power cut."""
+"""Writes that survive a power cut."""
 
 import os
 from pathlib import Path
 
 
 def write_synced(path: Path, text: str) -> None:
-    """Put a small file in place of another at once, on the disk when this returns but for ``sync_folder``."""
+    """Replace a small file atomically, on the disk when this returns; its folder needs ``sync_folder``."""
     scratch = path.with_name(f"{path.name}.tmp-new")
     scratch.write_text(text, encoding="utf-8")
     sync_file(scratch)
@@ -13,7 +13,6 @@ def write_synced(path: Path, text: str) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """Wait until a file's content is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

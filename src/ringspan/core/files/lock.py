@@ -1,4 +1,4 @@
-"""One writer at a time: a lock on a file, which the system takes back with the process."""
+"""A file lock for one writer at a time, which the system releases with the process."""
 
 import os
 import socket
@@ -18,11 +18,7 @@ _GRACE_SECONDS: Final = 1.0  # for a process that has just been killed
 
 
 class FileLock:
-    """A lock that one process has, which writes its name into the file.
-
-    POSIX locks: they vanish with the process, and no child inherits them. A file system that hosts share holds them
-    between hosts if it supports them (NFS with its lock service, Lustre with ``flock``), else nothing is locked.
-    """
+    """POSIX lock with its holder's name in the file; shared by hosts if the file system can, else it locks nothing."""
 
     def __init__(self, path: Path, holding: str, remedy: str) -> None:
         """Prepare the lock; a refusal reads "``holding`` PROCESS", then the remedy."""
@@ -36,7 +32,6 @@ class FileLock:
         self.give_back()
 
     def give_back(self) -> None:
-        """Release the lock."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None

@@ -1,4 +1,4 @@
-"""Paths on the command line: small files that are read, and folders that are written into."""
+"""Paths on the command line: small files and output folders."""
 
 import errno
 import os
@@ -14,7 +14,7 @@ _MOST_BYTES: Final = 16 << 20  # the config of a model takes some thousand
 
 
 def read_small(path: str | Path) -> str:
-    """Read a text file, without its byte order mark; OSError if too large or not a plain file (some never end)."""
+    """Read a text file without its byte order mark; OSError if too large or not a plain file (some never end)."""
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # to open a pipe would wait for its writer
         raise OSError(errno.EINVAL, "a pipe or a device is read once, or never ends: write what it gives into a file")
@@ -26,14 +26,13 @@ def read_small(path: str | Path) -> str:
 
 
 def why_no_model(folder: Path) -> str | None:
-    """Return why a folder holds no saved model or adapter; None if it does."""
     if any((folder / name).is_file() for name in (MODEL_CONFIG, ADAPTER_CONFIG)):
         return None
     return f"has no {MODEL_CONFIG} and no {ADAPTER_CONFIG}; give the folder that a model was saved into"
 
 
 def why_no_folder(path: Path) -> str | None:
-    """Return why a folder cannot be written at a path, which need not exist yet; None if it can."""
+    """Return why a folder cannot be written at a path, which need not exist; None if it can."""
     try:
         there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     except OSError as error:  # too long a name

@@ -1,4 +1,4 @@
-"""Unwritable output: which operating system errors are refusals, and how they read."""
+"""Operating system errors of unwritable output, as refusals."""
 
 import errno
 import os
@@ -16,7 +16,7 @@ _REFUSED: Final = _FULL | {
 
 
 def refusal(error: BaseException) -> RingspanError | None:
-    """Return the refusal for an exception: itself, or of an output that cannot be written; None for other failures."""
+    """Return the refusal for an exception: itself, or one for unwritable output; None for other failures."""
     if isinstance(error, RingspanError):
         return error
     if isinstance(error, BrokenPipeError):  # of a socket, say, it is a failure
@@ -31,7 +31,7 @@ def refusal(error: BaseException) -> RingspanError | None:
 
 
 def drop_output() -> None:
-    """Drop what Python would try to write once more when it ends."""
+    """Discard buffered output, which Python would write again when it ends."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

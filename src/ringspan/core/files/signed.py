@@ -1,4 +1,4 @@
-"""Signed JSON, ``{"sha256": ..., "manifest": {...}}``, which reveals a change, and digests of neighbouring files."""
+"""Signed JSON, ``{"sha256": ..., "manifest": {...}}``, and digests of files next to it."""
 
 import hashlib
 import json
@@ -16,7 +16,7 @@ def signed(values: object) -> str:
 
 
 def read_signed(path: Path, reason: str) -> Any:
-    """Return a signed file's content; CheckpointError if missing (``reason`` says what that means), cut or changed."""
+    """Return a signed file's content; CheckpointError if missing (for ``reason``), cut or changed."""
     try:
         if path.stat().st_size > _MAX_BYTES:
             raise CheckpointError(f"{path}: {path.stat().st_size} bytes are too many for a manifest; use another")
@@ -39,7 +39,7 @@ def read_signed(path: Path, reason: str) -> Any:
 
 
 def why_not_written(path: Path, num_bytes: int, sha256: str) -> str | None:
-    """Return why a file differs from its size and digest, else None; CheckpointError if it cannot be read."""
+    """Return why a file differs from its size and digest, else None; CheckpointError if unreadable."""
     try:
         found = path.stat().st_size
         if found != num_bytes:
@@ -53,7 +53,6 @@ def why_not_written(path: Path, num_bytes: int, sha256: str) -> str | None:
 
 
 def file_digest(path: Path) -> str:
-    """Return the SHA-256 of a file, as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -1,4 +1,4 @@
-"""Weight files of a folder or Hub repository: those that transformers opens."""
+"""Weight files that transformers opens in a folder or Hub repository."""
 
 import json
 import re
@@ -20,11 +20,7 @@ _SHARD: Final = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 def weights_in(
     names: Collection[str], read: Callable[[str], str], *, named: Any = None, variant: str | None = None
 ) -> dict[str, set[str]]:
-    """Return the weight files among some names, each with the tensors that an index expects in it.
-
-    The file that the config names (``transformers_weights``), else the single one, else the index's. ConfigError if
-    there are none in safetensors, or the index, which ``read`` gives, cannot be read.
-    """
+    """Return the weight files among some names, each with its indexed tensors; ConfigError if no safetensors."""
     if named is not None and not (_is_inside(named) and named.endswith((".safetensors", ".safetensors.index.json"))):
         raise ConfigError(
             f"transformers_weights = {named!r} in {MODEL_CONFIG} is no safetensors file of this folder; use one"
@@ -47,7 +43,7 @@ def weights_in(
 
 
 def files_to_download(names: Collection[str], read: Callable[[str], str], *, variant: str | None = None) -> list[str]:
-    """Select a repository's files that its model or adapter needs, each weight once; raise as ``weights_in``."""
+    """Select a model's or adapter's files in a repository, each weight once; raise as ``weights_in``."""
     beside = [name for name in names if _BESIDE.fullmatch(name)]
     named = json.loads(read(MODEL_CONFIG)).get("transformers_weights") if MODEL_CONFIG in names else None
     if ADAPTER_CONFIG in names:
@@ -58,7 +54,7 @@ def files_to_download(names: Collection[str], read: Callable[[str], str], *, var
 
 
 def refuse_beside(names: Collection[str], *, adapter: bool) -> None:
-    """Raise ConfigError for shards of ranks, or an adapter without ``adapter``: transformers would open these."""
+    """Raise ConfigError for shards of ranks, or an unexpected adapter, which transformers would open."""
     if shard := next(filter(_SHARD.fullmatch, sorted(names)), None):
         raise ConfigError(f"has {shard}, a distributed checkpoint; save the model with save_pretrained")
     if ADAPTER_CONFIG in names and not adapter:
@@ -79,7 +75,7 @@ def _is_inside(name: Any) -> bool:
 
 
 def _why_none(names: Collection[str], single: str, index: str) -> str:
-    """Return why no weights were found: a file that resembles weights, and what to do."""
+    """Explain missing weights by files that resemble them, with a remedy."""
     first = min((name for name in names if name.endswith((".safetensors", *_PICKLES))), default=None)
     found, remedy = f"neither {single} nor {index}", "save it with save_pretrained"
     if {WEIGHTS, INDEX} & set(names):

@@ -1,4 +1,4 @@
-"""A layout for a mask: equal tokens and equal work per rank, and as little as possible to send."""
+"""Layouts that balance a mask: equal tokens and work per rank, and little to send."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -18,11 +18,10 @@ _LEAST_LEEWAY: Final = 0.25  # of the tolerances: with less, far more is sent fo
 
 
 def balanced(mask: Mask, *, length: int, ranks: int, chunk_tokens: int = CHUNK_TOKENS) -> CustomLayout:
-    """Return the layout over ``ranks`` ranks that balances this mask on a sequence of ``length`` tokens.
+    """Return a layout that balances this mask on ``length`` tokens; deterministic, so all ranks find the same.
 
-    Every rank holds ``ceil(length / ranks)`` tokens, the last few of some ranks padding. Deterministic: it depends only
-    on its arguments, so all ranks find the same. Chunks that are cut for balance have ``chunk_tokens`` or more on
-    average; chunks that are cut for lack of room may be smaller.
+    Every rank holds ``ceil(length / ranks)`` tokens, the last few of some ranks padding. Chunks have ``chunk_tokens``
+    or more on average, fewer if cut for lack of room.
 
     Raises:
         LayoutError: a length, a number of ranks or a size of chunks below one.
@@ -38,7 +37,7 @@ def balanced(mask: Mask, *, length: int, ranks: int, chunk_tokens: int = CHUNK_T
 
 
 def batch_layout(name: BatchLayoutName, length: int, ranks: int, documents_of: Sequence[int] | None = None) -> Layout:
-    """Return the layout of ``length`` tokens of these documents (or one): named, or ``balanced`` for their mask."""
+    """Return the named layout, or the ``balanced`` one for these documents (default: one)."""
     if not is_a(name, str):
         raise LayoutError(f"a layout's name must be one of {', '.join(BATCH_LAYOUT_NAMES)}, got {described(name)}")
     if find_name("layout", name, BATCH_LAYOUT_NAMES, LayoutError) != "balanced":

@@ -1,4 +1,4 @@
-"""Cut documents: their chunks, assigned so that each rank gets its share of the work."""
+"""Chunks of cut documents, assigned so that each rank gets its share of the work."""
 
 from dataclasses import dataclass
 from typing import Final
@@ -27,7 +27,6 @@ class Cut:
 
 
 def cut_in_order(some: Stretches, stretch: int, ranks: IntArray, counts: IntArray) -> Cut:
-    """Cut one chunk per rank."""
     edges = some.starts[stretch] + np.concatenate(([0], counts.cumsum()))
     pairs = np.diff(some.before(stretch, edges))
     return Cut(stretch, ranks, counts, pairs, list(zip(ranks.tolist(), edges.tolist(), counts.tolist(), strict=False)))
@@ -36,7 +35,7 @@ def cut_in_order(some: Stretches, stretch: int, ranks: IntArray, counts: IntArra
 def cut_by_work(
     some: Stretches, stretch: int, ranks: IntArray, counts: IntArray, wanted: FloatArray, above: float
 ) -> Cut:
-    """Cut two chunks per rank, an early one (little work) and a late one (much), that sum to the wanted work."""
+    """Cut two chunks per rank, an early and a late one (little and much work), that sum to the wanted work."""
     # One chunk if that costs at most ``above`` more, as under a window.
     in_order = cut_in_order(some, stretch, ranks, counts)
     if (in_order.pairs - wanted).max() <= above:
@@ -58,11 +57,9 @@ def cut_by_work(
 
 
 def level(some: Stretches, cuts: list[Cut], lacking: FloatArray, above: float, above_in_order: float) -> None:
-    """Cut documents again, with other early and late chunks, if that relieves ranks with too much work.
+    """Exchange early and late chunks to relieve ranks with too much work; update ``cuts`` and ``lacking`` in place.
 
-    Ranks keep their tokens and documents. ``cuts`` and ``lacking`` (the work that each rank lacks) change in place;
-    a rank may have ``above`` too much, or ``above_in_order`` within one document, which then has one chunk per
-    rank.
+    A rank may have ``above`` too much work, or ``above_in_order`` if that leaves a document in one chunk per rank.
     """
     for _ in range(_SWEEPS):
         is_changed = False

@@ -1,4 +1,4 @@
-"""Rank and place of every position: contiguous, striped and zigzag layouts, their padding and their inverse."""
+"""Layouts: which rank holds each position, and where."""
 
 # S global tokens, N ranks, T = padded S / N tokens per rank. A position is an index into the global sequence.
 
@@ -18,7 +18,6 @@ from ringspan.core.names import LAYOUT_NAMES, LayoutName, find_name
 
 
 def layout_name(name: str) -> LayoutName:
-    """Return ``name`` if it is the name of a layout, else raise LayoutError."""
     if not is_a(name, str):
         raise LayoutError(f"a layout's name must be one of {', '.join(LAYOUT_NAMES)}, got {described(name)}")
     return find_name("layout", name, LAYOUT_NAMES, LayoutError)
@@ -40,13 +39,12 @@ class Span(NamedTuple):  # not a data class, of which thousands take long to mak
 class Layout:
     """Positions that each rank of a ring holds.
 
-    ``contiguous``: rank r holds ``[r T, (r + 1) T)``. ``striped`` (Brandon et al. 2023): rank r holds ``r, r + N,
-    ...``. ``zigzag``: of 2N chunks, rank r holds chunks r and 2N - 1 - r. The last two balance causal work. The
-    sequence is padded at its end to ``padded_length``; no key position at or past ``length`` is ever attended to. With
-    ``members`` above one a part belongs to a Ulysses group of ``members`` devices, which ``ranks`` counts as one.
+    ``contiguous``: rank r holds ``[r T, (r + 1) T)``. ``striped`` (Brandon et al. 2023): ``r, r + N, ...``.
+    ``zigzag``: chunks r and 2N - 1 - r of 2N. The last two balance causal work. Padding follows ``length``, up to
+    ``padded_length``; no key there is attended to. With ``members`` above one, each of ``ranks`` is a Ulysses group.
 
     Raises:
-        LayoutError: unknown name, or a length or number of ranks that is not an integer or below one.
+        LayoutError: an unknown name, or a length or number of ranks that is not an integer of at least one.
     """
 
     name: LayoutName
@@ -67,12 +65,12 @@ class Layout:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Short identity of a layout, apart from its length, which ranks compare; short even for thousands of runs."""
+        """Short identity that ranks compare, without the length."""
         return self.name
 
     @property
     def granularity(self) -> int:
-        """The padded length is a multiple of this: 2N for zigzag (two equal chunks a device), else N."""
+        """Divisor of the padded length: 2N for zigzag (two equal chunks a device), else N."""
         return self.ranks * self.members * (2 if self.name == "zigzag" else 1)
 
     @property
@@ -84,11 +82,11 @@ class Layout:
         return self.padded_length // self.ranks
 
     def tokens_of(self, rank: int) -> int:
-        """Return the tokens of one rank, padding included: equal on every rank but in a ``CustomLayout``."""
+        """Return one rank's tokens, including padding."""
         return self.tokens_per_rank
 
     def spans(self, rank: int) -> tuple[Span, ...]:
-        """Return the spans of one rank in storage order, adjacent ones joined; LayoutError for another rank."""
+        """Return one rank's spans in storage order, adjacent ones joined; LayoutError for another rank."""
         rank = integer(rank, "rank", LayoutError)
         if not 0 <= rank < self.ranks:
             raise LayoutError(f"rank {rank} is not in a layout of {self.ranks} ranks; give 0 to {self.ranks - 1}")
@@ -116,7 +114,7 @@ class Layout:
         return tuple(range(group * self.members, (group + 1) * self.members))
 
     def places(self, member: int) -> tuple[slice, ...]:
-        """Return a member's tokens in its group's storage, in storage order: one slice, or two equal ones (zigzag)."""
+        """Return a member's tokens in its group's storage: one slice, or two equal ones (zigzag)."""
         whole = self.tokens_per_rank
         each = whole // self.members
         if self.name == "striped":
@@ -131,17 +129,17 @@ class Layout:
         )
 
     def positions(self, rank: int) -> NDArray[np.int64]:
-        """Return one rank's positions in storage order; those at or past ``length`` are padding. Shape (T,)."""
+        """Return one rank's positions (T,) in storage order; those from ``length`` on are padding."""
         return np.concatenate([span.positions for span in self.spans(rank)])
 
     @cached_property
     def permutation(self) -> NDArray[np.int64]:
-        """``padded[permutation]`` is the ranks' shards one after the other. Shape (padded_length,)."""
+        """``padded[permutation]`` concatenates the ranks' shards. Shape (padded_length,)."""
         return np.concatenate([self.positions(rank) for rank in range(self.ranks)])
 
     @cached_property
     def inverse(self) -> NDArray[np.int64]:
-        """``concatenated_shards[inverse]`` is the padded sequence in order. Shape (padded_length,)."""
+        """``concatenated_shards[inverse]`` is the padded sequence. Shape (padded_length,)."""
         return np.argsort(self.permutation)
 
 
@@ -154,7 +152,6 @@ def _of_whole_numbers(start: int, count: int, step: int) -> Span:
 
 
 def _wrong(start: int, count: int, step: int, end: int) -> str:
-    """Return what is wrong with a run of a custom layout; the one before it ends at ``end``."""
     if count < 1:
         return f"a run of {count} positions at {start}; each needs at least one"
     if step != 1:
@@ -168,27 +165,24 @@ def _wrong(start: int, count: int, step: int, end: int) -> str:
 class CustomLayout(Layout):
     """Any runs of consecutive positions per rank, in storage order; construct with ``of``.
 
-    ``CustomLayout.of([[(0, 3), (10, 2)], [(3, 5)]])``: rank 0 holds 0, 1, 2, 10, 11 and rank 1 holds 3 to 7. Positions
-    count tokens of the global sequence from 0. Those at or past ``length`` are padding, as in every layout; those that
-    no rank holds, here 8 and 9, do not exist: ``ring_attention`` takes such a layout, ``shard`` and ``unshard`` do not.
-    ``ring_attention`` and ``unshard`` need equally many tokens on every rank.
+    ``CustomLayout.of([[(0, 3), (10, 2)], [(3, 5)]])``: rank 0 holds 0, 1, 2, 10, 11 and rank 1 holds 3 to 7. Those from
+    ``length`` on are padding; those that no rank holds, 8 and 9, do not exist: ``ring_attention`` allows that, but not
+    ``shard`` and ``unshard``. ``ring_attention`` and ``unshard`` need equally many tokens on every rank.
 
     Raises:
-        LayoutError: no rank, a run without positions or with a step, a negative position, or one that two runs hold.
+        LayoutError: no rank; an empty run or one with a step; a negative position, or one in two runs.
     """
 
     parts: tuple[tuple[Span, ...], ...] = ()
 
     @staticmethod
     def of(parts: Iterable[Iterable[tuple[int, int]]], length: int | None = None) -> "CustomLayout":
-        """Build a layout from the runs of each rank.
+        """Build a layout from each rank's runs (first position, number of tokens).
 
-        Args:
-            parts: of each rank, runs (start, count): its first position and its number of tokens.
-            length: tokens of the global sequence without padding; when None, up to the last position that is held.
+        ``length`` counts the sequence's tokens without padding; if None, up to the last position held.
 
         Raises:
-            LayoutError: not such a list, or anything that the class refuses.
+            LayoutError: not such a list, or as the class.
         """
         try:
             spans = tuple(tuple(starmap(Span, runs)) for runs in parts)
@@ -206,14 +200,14 @@ class CustomLayout(Layout):
 
     @property
     def spec(self) -> str:
-        """The layout as text that ``parse`` reads back, the same for equal layouts."""
+        """Text for ``parse``, the same for equal layouts."""
         parts = "/".join(",".join(f"{span.start}+{span.count}" for span in held) for held in self.parts)
         return f"custom:{self.length}:{parts}"
 
     @staticmethod
     @lru_cache(maxsize=64)
     def parse(text: str) -> "CustomLayout":
-        """Read what ``spec`` has written."""
+        """Parse a ``spec``."""
         _, length, parts = text.split(":")
         runs = ([run.split("+") for run in held.split(",") if run] for held in parts.split("/"))
         return CustomLayout.of(([(int(start), int(count)) for start, count in held] for held in runs), int(length))
@@ -255,7 +249,7 @@ class CustomLayout(Layout):
 
     @property
     def tokens_per_rank(self) -> int:
-        """Tokens of each rank; LayoutError if ranks hold different numbers of them."""
+        """Tokens of each rank; LayoutError if they differ."""
         counts = {self.tokens_of(rank) for rank in range(self.ranks)}
         if len(counts) > 1:
             raise LayoutError(

@@ -1,8 +1,4 @@
-"""Allowed (query, key) pairs: lists of disjoint regions, closed under ``&`` and ``|``.
-
-A region allows query q and key k when ``q0 <= q < q1``, ``k0 <= k < k1`` and ``lo <= q - k <= hi``. Positions are
-global.
-"""
+"""Masks of allowed (query, key) pairs: disjoint regions, closed under ``&`` and ``|``."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,7 +22,7 @@ FORMS: Final = (
 
 
 class Region(NamedTuple):
-    """Queries [q0, q1) x keys [k0, k1) with ``lo <= q - k <= hi``."""
+    """Global positions q in [q0, q1) x k in [k0, k1) with ``lo <= q - k <= hi``."""
 
     q0: int = 0
     q1: int = UNBOUNDED
@@ -37,7 +33,6 @@ class Region(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """No pair of positions lies in the region."""
         lo = max(self.lo, self.q0 - (self.k1 - 1))
         hi = min(self.hi, self.q1 - 1 - self.k0)
         return self.q0 >= self.q1 or self.k0 >= self.k1 or lo > hi
@@ -50,7 +45,7 @@ def _intersect(a: Region, b: Region) -> Region:
 
 
 def _subtract(a: Region, b: Region) -> Iterator[Region]:
-    """Yield ``a`` without ``b`` as disjoint regions: the queries outside b, then the keys, then the diagonals."""
+    """Yield ``a`` without ``b`` as disjoint regions: queries outside b, then keys, then diagonals."""
     both = _intersect(a, b)
     if both.is_empty:
         yield a
@@ -70,12 +65,12 @@ def _subtract(a: Region, b: Region) -> Iterator[Region]:
 
 @dataclass(frozen=True)
 class Mask:
-    """Allowed pairs as disjoint regions. Create one with ``causal()`` and its siblings; combine with ``&`` and ``|``.
+    """Allowed pairs as disjoint regions, made by ``causal()`` and its siblings and combined with ``&`` and ``|``.
 
-    Equality and hash consider only the regions; ``name`` is for people.
+    ``name`` is for people; equality and hash ignore it.
 
     Raises:
-        MaskError: regions that are not a tuple of them.
+        MaskError: regions that are not a tuple of regions.
     """
 
     regions: tuple[Region, ...]
@@ -87,7 +82,7 @@ class Mask:
 
     @cached_property
     def overlap(self) -> tuple[Region, Region] | None:
-        """Two regions that allow the same pair, whose score would count twice; None if there are none."""
+        """Two regions that allow the same pair, whose score would count twice, or None."""
         near: list[Region] = []  # those whose queries may still meet the next one's: few, in packed documents one
         # A sweep in the order of the first query: of many documents, each is compared with few.
         for region in sorted(region for region in self.regions if not region.is_empty):
@@ -99,14 +94,12 @@ class Mask:
         return None
 
     def __and__(self, other: "Mask") -> "Mask":
-        """Pairs that both masks allow."""
         if not is_a(other, Mask):
             return NotImplemented
         pairs = (_intersect(a, b) for a in self.regions for b in other.regions)
         return Mask(tuple(region for region in pairs if not region.is_empty), f"({self.name} & {other.name})")
 
     def __or__(self, other: "Mask") -> "Mask":
-        """Pairs that either mask allows; a pair that both allow is counted once."""
         if not is_a(other, Mask):
             return NotImplemented
         extra: list[Region] = list(other.regions)
@@ -119,7 +112,7 @@ class Mask:
 
     @property
     def spec(self) -> str:
-        """Text that ``Mask.parse`` reads back, the same for equal masks: a name, else regions without loose bounds."""
+        """Text for ``Mask.parse``, the same for equal masks: a name, else regions without loose bounds."""
         match self.regions:
             case (only,) if only == Region():
                 return "full"
@@ -138,7 +131,7 @@ class Mask:
         """Read ``causal``, ``full``, ``window:W``, ``prefix:P``, ``documents:L1,...``, ``frames:L1,...`` or a ``spec``.
 
         Raises:
-            MaskError: anything else; the message lists the forms. Regions that overlap.
+            MaskError: another form, or regions that overlap.
         """
         if not is_a(text, str):
             raise MaskError(f"the text of a mask must be a str, got {described(text)}; {FORMS}")
@@ -173,13 +166,13 @@ class Mask:
                 )
 
     def check_disjoint(self) -> None:
-        """Raise MaskError for overlapping regions, which allow a pair twice."""
+        """Raise MaskError for overlapping regions."""
         if self.overlap:
             one, other = (Mask((region,)).spec for region in self.overlap)
             raise MaskError(f"two regions of the mask overlap: {one} and {other}; combine masks with | instead")
 
     def table(self, num_queries: int, num_keys: int) -> NDArray[np.int64]:
-        """Return the non-empty regions clipped to a problem of that size: q0, q1, k0, k1, lo, hi. Shape (R, 6)."""
+        """Return the non-empty regions clipped to that size: columns q0, q1, k0, k1, lo, hi. Shape (R, 6)."""
         # Number by number, which for thousands of regions is faster than tuple by tuple.
         rows = np.fromiter(chain.from_iterable(self.regions), np.int64, 6 * len(self.regions)).reshape(-1, 6)
         rows[:, 1] = np.minimum(rows[:, 1], num_queries)
@@ -187,11 +180,7 @@ class Mask:
         return rows[(rows[:, 0] < rows[:, 1]) & (rows[:, 2] < rows[:, 3])]
 
     def dense(self, query_positions: NDArray[np.int64], key_positions: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Return the mask as a boolean matrix (queries, keys) over the given positions, for tests and pictures.
-
-        Raises:
-            MaskError: two regions allow the same pair (the regions were not disjoint).
-        """
+        """Return a boolean matrix (queries, keys) for these positions; MaskError for overlapping regions."""
         # Counted, not combined with or: regions that overlap would go unnoticed.
         q, k = query_positions[:, None], key_positions[None, :]
         counts = np.zeros((len(query_positions), len(key_positions)), dtype=np.int64)
@@ -223,7 +212,7 @@ def causal() -> Mask:
 
 
 def sliding_window(window: int, *, global_tokens: int = 0) -> Mask:
-    """Let query q see the last ``window`` keys (``0 <= q - k < window``), and the first ``global_tokens`` keys.
+    """Let query q see keys with ``0 <= q - k < window``, and the first ``global_tokens`` keys.
 
     Raises:
         MaskError: a window below one, or a negative number of global tokens.
@@ -240,11 +229,7 @@ def sliding_window(window: int, *, global_tokens: int = 0) -> Mask:
 
 
 def prefix_lm(prefix: int) -> Mask:
-    """Let every query see the first ``prefix`` keys; past them, causal (Raffel et al. 2020).
-
-    Raises:
-        MaskError: a negative prefix.
-    """
+    """Let every query see the first ``prefix`` keys, then causally (Raffel et al. 2020); MaskError if negative."""
     prefix = integer(prefix, "prefix", MaskError)
     if prefix < 0:
         raise MaskError(f"a prefix must not be negative, got {prefix}")
@@ -254,12 +239,12 @@ def prefix_lm(prefix: int) -> Mask:
 
 
 def documents(lengths: Sequence[int] | Iterable[int], *, window: int | None = None, is_causal: bool = True) -> Mask:
-    """Packed documents: a query sees only keys of its own document, causal unless told otherwise.
+    """Let a query see keys of its own document, causal by default, at most the last ``window``.
 
-    Positions past the last document see nothing. With ``window`` a query also sees at most that many keys.
+    Positions past the last document see nothing.
 
     Raises:
-        MaskError: no document, a document without tokens, a window below one, or a window that is not causal.
+        MaskError: no document, an empty one, a window below one, or a window that is not causal.
     """
     lengths = _document_lengths(lengths)
     window = None if window is None else integer(window, "window", MaskError)
@@ -278,15 +263,12 @@ def documents(lengths: Sequence[int] | Iterable[int], *, window: int | None = No
 
 
 def frames(lengths: Sequence[int] | Iterable[int], *, window: int | None = None) -> Mask:
-    """Block-causal mask of video models: a query sees its own frame, both ways, and earlier frames.
+    """Let a query see its own frame, both ways, and earlier ones; in all at most ``window`` frames (video models).
 
-    With ``window``, only the last ``window`` frames, its own among them.
-
-    With f(i) the frame of position i: ``f(k) <= f(q)`` and ``f(q) - f(k) < window``. Positions past the last frame see
-    nothing.
+    With f(i) the frame of position i: ``f(k) <= f(q)`` and ``f(q) - f(k) < window``. Later positions see nothing.
 
     Raises:
-        MaskError: no frame, a frame without tokens, or a window below one.
+        MaskError: no frame, an empty one, or a window below one.
     """
     lengths = _document_lengths(lengths)
     window = len(lengths) if window is None else integer(window, "window", MaskError)
@@ -307,11 +289,7 @@ def _document_lengths(lengths: Iterable[Any]) -> list[int]:
 
 
 def chunked(size: int, *, length: int) -> Mask:
-    """Return Llama 4's chunked attention: causal in consecutive chunks of ``size`` tokens of ``length``.
-
-    Raises:
-        MaskError: a size or length below one.
-    """
+    """Return Llama 4's causal attention within chunks of ``size`` tokens; MaskError for sizes below one."""
     size, length = integer(size, "size", MaskError), integer(length, "length", MaskError)
     if size < 1 or length < 1:
         raise MaskError(f"chunked attention needs a positive size and length, got size={size}, length={length}")

@@ -1,8 +1,8 @@
-"""Meetings of two sides of an attention under a mask, without trying spans and regions that are far apart.
+"""Spans of two sides that meet under a mask, without trying those far apart.
 
-Of runs in order, those that a region meets lie between two binary searches. Stripes all meet every long region, but in
-few ways: rank a holds ``a + N i``, so the index at which a region begins or ends takes two values over all ranks, and a
-bound on ``q - k`` three over all pairs of ranks. A region has few ``Cells``, however many ranks there are.
+Sorted runs that meet a region lie between two binary searches. Stripes all meet every long region, but in few ways:
+rank a holds ``a + N i``, so a region's end takes two indices over all ranks, and a bound on ``q - k`` three over all
+pairs. So a region has few ``Cells``, however many ranks there are.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,7 +22,7 @@ MOST_MEETINGS: Final = 1 << 15  # in one numpy call: bounds the memory of a sche
 
 
 class Runs(NamedTuple):
-    """Spans of step one of several blocks, by position: whose, and where their block stores them."""
+    """Spans of step one of several blocks, by position: block and storage index."""
 
     block: IntArray
     start: IntArray
@@ -31,7 +31,7 @@ class Runs(NamedTuple):
 
     @staticmethod
     def of(blocks: Sequence[Spans], first_stored: Sequence[int]) -> "Runs":
-        """Build runs from each block's spans and the storage index of its first one."""
+        """Build runs from each block's spans and its first storage index."""
         numbers = chain.from_iterable(chain.from_iterable(blocks))
         start, count, _ = np.fromiter(numbers, np.int64).reshape(-1, 3).T
         held = np.array(list(map(len, blocks)))
@@ -44,7 +44,7 @@ class Runs(NamedTuple):
 
 
 class Meetings(NamedTuple):
-    """Runs of two sides that meet, and ``meet`` of them."""
+    """Runs of two sides that meet, and their ``meet``."""
 
     queries: IntArray
     keys: IntArray
@@ -52,7 +52,7 @@ class Meetings(NamedTuple):
 
 
 def meet_runs(queries: Runs, keys: Runs, regions: IntArray) -> Iterator[Meetings]:
-    """All meetings of runs, some at a time; no run of a side overlaps another one."""
+    """Yield all meetings of runs in batches; a side's runs do not overlap."""
     columns = regions[regions[:, 4] <= regions[:, 5]].T
     q_stop, k_stop = queries.start + queries.tokens, keys.start + keys.tokens
     first: IntArray = columns[0]
@@ -87,11 +87,11 @@ class Cells(NamedTuple):
     met: IntArray
 
     def keys_of(self, query: int) -> tuple[IntArray, IntArray]:
-        """Return the first and last stripe of keys (exclusive) in each cell that a stripe of queries meets."""
+        """Return, for each cell, the range [first, stop) of key stripes that a query stripe meets."""
         return np.maximum(self.k0, query - self.d1 + 1), np.minimum(self.k1, query - self.d0 + 1)
 
     def summed(self, weights: IntArray, step: int) -> IntArray:
-        """Return for each stripe of queries the sum over the stripes of keys that it meets. Shape (step,)."""
+        """Sum ``weights`` over the key stripes that each query stripe meets. Shape (step,)."""
         # Stripe a meets ``f(a - d0 + 1) - f(a - d1 + 1)`` of a cell with ``f(t) = max(t - k0, 0) - max(t - k1, 0)``:
         # four ramps, each from its knot on, of which slopes and values are summed up.
         slopes, values = np.zeros((2, step + 1), np.int64)
@@ -109,7 +109,7 @@ class Cells(NamedTuple):
 
 
 def stripe_cells(step: int, q_count: int, k_count: int, regions: IntArray, query: int | None = None) -> Cells:
-    """Return the cells of all regions, for stripes 0 to ``step - 1`` on either side, or one stripe of queries."""
+    """Return all regions' cells for stripes 0 to ``step - 1`` on both sides, or for one query stripe."""
     q0, q1, k0, k1, low, high = (regions % step).T
     first, last = np.zeros_like(q0), np.full_like(q0, step)
     q_edges, k_edges, d_edges = (
@@ -135,7 +135,7 @@ def stripe_cells(step: int, q_count: int, k_count: int, regions: IntArray, query
 def stripe_hulls(
     queries: IntArray, keys: IntArray, step: int, q_count: int, k_count: int, regions: IntArray
 ) -> IntArray:
-    """Return first and minus one past the last key that a query stripe sees, ``k_count`` if none. (2, pairs)."""
+    """Return the first and minus one past the last key that each query stripe sees, ``k_count`` if none. (2, pairs)."""
     found = np.full((2, len(queries)), k_count, np.int64)
     able = np.flatnonzero(_differences(step, regions)[(queries - keys) % step])
     for side, sign in ((0, 1), (1, -1)):
@@ -208,7 +208,7 @@ def _run_bands(mine: Runs, blocks: Runs, count: int, regions: IntArray, passes_q
 
 
 def _stripe_bands(cells: Cells, query: int, keys: IntArray, passes_queries: bool) -> Iterator[tuple[Tile, ...]]:
-    """Yield one stripe's tiles against each of some others; ranks with the same tile of a region share it."""
+    """Yield one stripe's tiles against each of some others; ranks with the same tile share it."""
     bounds = _bounds(cells.met, passes_queries)
     first, stop = (keys.searchsorted(each).astype(np.int32) for each in cells.keys_of(query))
     # In the order of tiles, so that those of each rank are.
@@ -231,7 +231,7 @@ def _stripe_bands(cells: Cells, query: int, keys: IntArray, passes_queries: bool
 
 
 def _touching(tiles: list[Tile], bounds: IntArray) -> Iterator[tuple[int, int]]:
-    """Yield indices of tiles next to or above a FULL one of the same rows or keys: only those can ``join``."""
+    """Yield index pairs of tiles next to or above a FULL one of the same rows or keys: only those can ``join``."""
     q0, q1, k0, k1, lo, hi = bounds
     above: dict[tuple[int, int, int], list[int]] = {}
     beside: dict[tuple[int, int, int], list[int]] = {}
@@ -245,14 +245,14 @@ def _touching(tiles: list[Tile], bounds: IntArray) -> Iterator[tuple[int, int]]:
 
 
 def _bounds(met: IntArray, passes_queries: bool) -> IntArray:
-    """Return fields of some meetings' tiles, one row each; loose bounds get one value, as in ``cut``."""
+    """Return the meetings' tile fields, one row each; loose bounds get one value, as in ``cut``."""
     i0, i1, j0, j1, lo, hi = met
     lo, hi = np.maximum(lo - i0 + j0, 1 - (j1 - j0)), np.minimum(hi - i0 + j0, i1 - i0 - 1)
     return np.stack((j0, j1, i0, i1, -hi, -lo) if passes_queries else (i0, i1, j0, j1, lo, hi))
 
 
 def each_of(first: IntArray, stop: IntArray) -> tuple[IntArray, IntArray]:
-    """Each number of some ranges, one range after the other: which range, and the number."""
+    """Concatenate ranges: which range each number is of, and the number."""
     counts = np.maximum(stop - first, 0)
     which = np.arange(len(counts), dtype=first.dtype).repeat(counts)
     return which, np.arange(len(which), dtype=first.dtype) + (first - counts.cumsum(dtype=first.dtype) + counts)[which]

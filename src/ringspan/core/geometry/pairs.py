@@ -1,4 +1,4 @@
-"""Number of keys that queries before a position see: work as a function that is exact for every mask. R regions."""
+"""Counts of keys that queries before a position see: exact work for every mask. R regions."""
 
 # Query q of a region sees ``clip(q - lo + 1, k0, k1) - clip(q - hi, k0, k1)`` keys: summed in closed form.
 
@@ -14,10 +14,7 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Stretches:
-    """The sequence cut wherever no pair of the mask crosses: packed documents, chunks, or the whole.
-
-    Stretch i is the positions [starts[i], stops[i]), which see ``pairs[i]`` keys, all of them their own.
-    """
+    """The sequence cut wherever no pair of the mask crosses: positions [starts[i], stops[i]) see ``pairs[i]`` keys."""
 
     starts: IntArray
     stops: IntArray
@@ -28,13 +25,13 @@ class Stretches:
     """First region of each stretch, and the number of regions at the end."""
 
     def before(self, stretch: int, positions: IntArray) -> IntArray:
-        """Count a stretch's allowed pairs whose query lies before each position. Shape of ``positions``."""
+        """Count a stretch's pairs whose query lies before each position."""
         some = self.regions[self.first_region[stretch] : self.first_region[stretch + 1]]
         return pairs_before(some, positions[:, None]).sum(1)
 
 
 def stretches(mask: Mask, length: int) -> Stretches:
-    """Split a sequence into stretches; positions that neither see nor are seen form stretches without pairs."""
+    """Split a sequence into stretches; unseeing, unseen positions form stretches without pairs."""
     regions = _bound(mask.table(length, length))
     # A region ties together all from its first query or key to its last.
     firsts, lasts = np.minimum(regions[:, 0], regions[:, 2]), np.maximum(regions[:, 1], regions[:, 3])
@@ -59,7 +56,7 @@ def stretches(mask: Mask, length: int) -> Stretches:
 
 
 def pairs_before(regions: IntArray, positions: IntArray) -> IntArray:
-    """Pairs of each region whose query lies before a position; broadcasts regions (R,) with positions (..., 1)."""
+    """Count each region's pairs whose query lies before a position; (R,) broadcasts with positions (..., 1)."""
     q0, q1, k0, k1, lo, hi = regions.T
     last = np.minimum(np.maximum(positions, q0), q1)  # np.clip takes twice as long
     return _clipped(q0, last, lo - 1, k0, k1) - _clipped(q0, last, hi, k0, k1)
@@ -73,7 +70,7 @@ def _clipped(first: IntArray, last: IntArray, shift: IntArray, k0: IntArray, k1:
 
 
 def _bound(regions: IntArray) -> IntArray:
-    """Cut regions to queries and keys that have pairs, bounds to the rectangle; drop empty ones."""
+    """Tighten regions to queries, keys and bounds that have pairs; drop empty ones."""
     q0, q1, k0, k1, lo, hi = regions.T.copy()
     for _ in range(2):
         q0, q1 = np.maximum(q0, k0 + lo), np.minimum(q1, k1 + hi)

@@ -1,7 +1,7 @@
 """Placement of documents on ranks: whole if they fit, and over as few ranks as balance allows.
 
-Documents (``Stretches``) are placed from the most work per token to the least. A rank's excess is the work that it
-lacks beyond what its free tokens would get of the average of the documents still to come.
+The one with most work per token comes first. A rank's excess is the work that it lacks beyond what its free tokens get
+of the average of the documents still to come.
 """
 
 from heapq import heapify, heappop, heappush, heapreplace
@@ -24,8 +24,6 @@ _MORE_FOR_FEWER_RANKS: Final = 1 / 4  # and one that goes to fewer ranks than it
 
 
 class Placing:
-    """Documents on ranks, one after the other; ``leeway`` scales all tolerances."""
-
     def __init__(self, some: Stretches, length: int, ranks: int, chunk_tokens: int, leeway: float) -> None:
         self.some, self.length, self.ranks, self.chunk_tokens = some, length, ranks, chunk_tokens
         self.mean = float(some.pairs.sum()) / ranks
@@ -46,7 +44,7 @@ class Placing:
 
     @property
     def most_above(self) -> float:
-        """The work of the busiest rank above the mean."""
+        """The busiest rank's work above the mean."""
         return -float(self.lacking.min())
 
     def place_all(self) -> None:
@@ -60,7 +58,7 @@ class Placing:
         level(self.some, self.cuts, self.lacking, self.slack, self.over)
 
     def _place_large(self, documents: IntArray, densities: list[float]) -> None:
-        """Place documents that are much of a rank's work whole, if the rest can still balance all ranks."""
+        """Place documents that are much of a rank's work, whole if the rest can balance the ranks."""
         # Balance is monotonic, so ever more are placed at a time, and fewer again after a failure.
         done, together = 0, 1
         while done < len(documents):
@@ -81,11 +79,11 @@ class Placing:
                 together = max(1, len(homes) // 2)
 
     def _bound(self, missing: float, more: float) -> float:
-        """Return the work that may stay unplaced, given ``missing`` and the slack that may come to it."""
+        """Return the work that may stay unplaced, given ``missing`` and the slack to come."""
         return max(self.slack, missing + more * self.slack)
 
     def _homes(self, documents: IntArray, densities: list[float]) -> list[int]:
-        """Choose a rank for each document, as long as they fit: the one with the largest excess."""
+        """Choose the rank with the largest excess for each document, as long as they fit."""
         homes: list[int] = []
         tokens, pairs = self.tokens[documents].tolist(), self.some.pairs[documents].tolist()
         for count, work, density in zip(tokens, pairs, densities, strict=True):
@@ -140,7 +138,7 @@ class Placing:
     def _shared(
         self, tokens: int, wanted: float, density: float, excess: FloatArray, ranks: IntArray
     ) -> tuple[IntArray, IntArray, FloatArray]:
-        """Split tokens and work of a document over some ranks: by their excess, and any more evenly."""
+        """Split a document's tokens and work over ranks by their excess, any more evenly."""
         shares = np.maximum(excess[ranks], 0.0)
         shares += max(0.0, wanted - float(shares.sum())) / len(ranks)
         shares = shares / shares.sum() if shares.any() else np.full(len(ranks), 1 / len(ranks))
@@ -175,7 +173,7 @@ class Placing:
         self.missing = self._missing(self.free, self.lacking)
 
     def _place_small(self, documents: IntArray, density: float) -> None:
-        """Place each document on the rank with the largest excess that has room for it, or else in pieces."""
+        """Place each document on the rank with the largest excess and enough room, else in pieces."""
         excess = self.lacking - density * self.free
         # There are thousands of them, and Python reads one number at a time faster from a list than from an array.
         free, lacking = self.free.tolist(), self.lacking.tolist()
@@ -203,7 +201,7 @@ class Placing:
         self.lacking[:] = lacking
 
     def _fill(self, stretch: int) -> Cut:
-        """Place runs of a document with little work that fits nowhere on the ranks with the most room."""
+        """Place a document with little work, which fits nowhere, in runs on the ranks with the most room."""
         ranks = np.argsort(-self.free, kind="stable")
         filled = self.free[ranks].cumsum()
         tokens = int(self.tokens[stretch])
@@ -231,7 +229,7 @@ class Placing:
 
 
 def _split(tokens: int, shares: FloatArray, free: IntArray) -> IntArray:
-    """Return whole numbers in proportion to the shares, none above what is free, that add up to ``tokens``."""
+    """Split ``tokens`` in proportion to the shares into whole numbers, each at most what is free."""
     counts = np.zeros(len(shares), np.int64)
     left = tokens
     weights = np.where(shares > 0, shares, 1e-9 * max(1.0, float(shares.max(initial=0.0))))

@@ -1,4 +1,4 @@
-"""Sets of indices as sorted, disjoint, non-touching half-open ranges: what part of a block travels."""
+"""Sets of indices as sorted, disjoint, non-touching half-open ranges."""
 
 from collections.abc import Iterable
 
@@ -6,7 +6,6 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 def union(*sets: Iterable[tuple[int, int]]) -> Ranges:
-    """Return every index in any of the sets; overlapping and touching ranges become one."""
     joined: list[tuple[int, int]] = []
     for start, stop in sorted(one for ranges in sets for one in ranges if one[0] < one[1]):
         if joined and start <= joined[-1][1]:
@@ -30,7 +29,6 @@ def minus(a: Ranges, b: Ranges) -> Ranges:
 
 
 def size(ranges: Ranges) -> int:
-    """Return the number of indices."""
     total = 0
     for start, stop in ranges:
         total += stop - start
@@ -38,7 +36,7 @@ def size(ranges: Ranges) -> int:
 
 
 def stored(ranges: Ranges, start: int, stop: int) -> slice:
-    """Return where [start, stop), which lie in one range, are stored when the ranges are packed one after the other."""
+    """Return the place of [start, stop), within one range, when ranges are packed one after the other."""
     packed = 0
     for first, last in ranges:
         if first <= start < last:

@@ -1,7 +1,6 @@
-"""Shares of a cache: each of N ranks' positions of a sequence that grows while it is read and written.
+"""Shares of a cache: each of N ranks' positions of a growing sequence, by bookkeeping that every rank repeats.
 
-Pure bookkeeping that every rank repeats. Many new tokens at once are split like a separate sequence, in 2N pieces, with
-pieces r and 2N - 1 - r on rank r (zigzag); few are computed by every rank, and kept by one.
+Many new tokens are split as a sequence of their own (zigzag); few are computed by every rank and kept by one.
 """
 
 from collections.abc import Iterable
@@ -15,7 +14,7 @@ Runs = tuple[tuple[int, int], ...]  # (start, count) of consecutive positions, i
 
 
 class Shares:
-    """Runs of positions 0 to ``length - 1`` that each rank holds, in increasing order; they only grow at their end."""
+    """Each rank's runs of positions 0 to ``length - 1``, in increasing order."""
 
     def __init__(self, ranks: int) -> None:
         self.length = 0
@@ -27,11 +26,11 @@ class Shares:
         return len(self._runs)
 
     def counts(self, first: int = 0) -> tuple[int, ...]:
-        """Count tokens of each rank from position ``first`` on."""
+        """Count each rank's tokens from position ``first`` on."""
         return tuple(sum(count for _, count in runs_from(runs, first)) for runs in self._runs)
 
     def split(self, count: int) -> CustomLayout:
-        """Add ``count`` new positions, at least two per rank, split over all ranks; return their layout."""
+        """Split ``count`` new positions, at least two per rank, over all ranks; return their layout."""
         pieces = 2 * self.ranks
         assert count >= pieces, "a piece of every rank has a token"
         counts = self.counts()
@@ -48,7 +47,7 @@ class Shares:
         return CustomLayout.of(map(_joined, new))
 
     def deal(self, count: int) -> CustomLayout:
-        """Add ``count`` new positions, in blocks to the ranks that hold least; return their layout."""
+        """Deal ``count`` new positions in blocks to the ranks that hold least; return their layout."""
         counts = list(self.counts())
         new: list[list[tuple[int, int]]] = [[] for _ in range(self.ranks)]
         start, end = self.length, self.length + count
@@ -64,7 +63,6 @@ class Shares:
         return CustomLayout.of(map(_joined, new))
 
     def crop(self, length: int) -> None:
-        """Forget positions at and past ``length``."""
         self._runs = [
             [(start, min(count, length - start)) for start, count in runs if start < length] for runs in self._runs
         ]
@@ -94,7 +92,6 @@ def _joined(runs: Iterable[tuple[int, int]]) -> Runs:
 
 
 def runs_from(runs: Iterable[tuple[int, int]], first: int) -> Iterable[tuple[int, int]]:
-    """Yield the part of some runs from position ``first`` on."""
     for start, count in runs:
         if start + count > first:
             yield max(start, first), start + count - max(start, first)

@@ -1,9 +1,8 @@
-"""Region x query span x key span -> tile, in local indices; closed, so every mask on every layout is tiles.
+"""Region x query span x key span -> tile, in local indices; every mask on every layout is tiles.
 
 A query span (start a, step s) and a key span (start b, same step) meet a region ``lo <= q - k <= hi``. With ``q = a + s
-i`` and ``k = b + s j`` the bound becomes ``ceil((lo - (a - b)) / s) <= i - j <= floor((hi - (a - b)) / s)``. For
-example, causal on two striped ranks: rank 0's queries 0, 2, 4 and rank 1's keys 1, 3, 5 meet in ``i - j >= ceil((0 - (0
-- 1)) / 2) = 1``: query 0 sees none of them, query 2 sees key 1, query 4 sees keys 1 and 3.
+i`` and ``k = b + s j``: ``ceil((lo - (a - b)) / s) <= i - j <= floor((hi - (a - b)) / s)``. For example, causal on two
+stripes, queries 0, 2, 4 against keys 1, 3, 5: ``i - j >= ceil((0 - (0 - 1)) / 2) = 1``, so query 2 sees key 1.
 """
 
 from collections.abc import Iterable, Iterator
@@ -16,8 +15,8 @@ from numpy.typing import NDArray
 class Tile(NamedTuple):  # not a data class, of which thousands take long to make and to hash
     """Rows [q0, q1) of one rank's queries x columns [k0, k1) of one rank's keys, with a band.
 
-    Row i and column j, both counted from the tile's corner, are allowed when ``lo <= i - j <= hi``. Every row sees a
-    key and every key is seen; bounds that do not bind hold the value at which they just would not.
+    Row i and column j, from the tile's corner, are allowed when ``lo <= i - j <= hi``. Every row sees a key and every
+    key is seen; a loose bound has the value at which it just does not bind.
     """
 
     q0: int
@@ -41,12 +40,12 @@ class Tile(NamedTuple):  # not a data class, of which thousands take long to mak
 
     @property
     def has_lower(self) -> bool:
-        """Some key of the rectangle is too late for some row (the causal side of the band)."""
+        """Some key is too late for some row (the causal side)."""
         return self.lo > 1 - self.num_keys
 
     @property
     def has_upper(self) -> bool:
-        """Some key of the rectangle is too far back for some row (the window side of the band)."""
+        """Some key is too far back for some row (the window side)."""
         return self.hi < self.num_rows - 1
 
     @property
@@ -55,12 +54,12 @@ class Tile(NamedTuple):  # not a data class, of which thousands take long to mak
 
     @property
     def is_causal(self) -> bool:
-        """Row i sees exactly columns ``j <= i``: the aligned triangle that flash kernels run."""
+        """Row i sees exactly columns ``j <= i``."""
         return self.lo == 0 and self.has_lower and not self.has_upper
 
     @property
     def num_pairs(self) -> int:
-        """Allowed (row, column) pairs; 4 D FLOPs each in forward."""
+        """Allowed (row, column) pairs."""
         return self._pairs_from(self.lo) - self._pairs_from(self.hi + 1)
 
     def _pairs_from(self, bound: int) -> int:
@@ -73,14 +72,14 @@ class Tile(NamedTuple):  # not a data class, of which thousands take long to mak
 
     @property
     def is_anticausal(self) -> bool:
-        """The mirror image of a causal tile: the last row sees only the last column, each row before it one more."""
+        """A mirrored causal tile: the last row sees only the last column, each row before it one more."""
         return self.mirrored(self.num_rows, self.num_keys).is_causal
 
     def shifted(self, rows: int, keys: int) -> "Tile":
         return Tile(self.q0 + rows, self.q1 + rows, self.k0 + keys, self.k1 + keys, self.lo, self.hi)
 
     def mirrored(self, num_rows: int, num_keys: int) -> "Tile":
-        """Return the tile when rows and columns of a ``num_rows x num_keys`` rectangle are counted from their ends."""
+        """Return the tile with rows and columns of a ``num_rows x num_keys`` rectangle counted from their ends."""
         corner = self.num_rows - self.num_keys
         return Tile(
             num_rows - self.q1,
@@ -94,9 +93,7 @@ class Tile(NamedTuple):  # not a data class, of which thousands take long to mak
     def split(self) -> Iterator["Tile"]:
         """Yield the same pairs as tiles that flash kernels run: FULL, causal, or anticausal (causal when mirrored).
 
-        With only a lower bound: at most one FULL rectangle (what the first row already sees, its diagonal excepted) and
-        one causal tile. With only an upper bound: the mirror image. With both, a band of width w: for every w rows one
-        tile of either kind.
+        One bound: at most a FULL rectangle and a causal or anticausal tile. A band of width w: one of each per w rows.
         """
         if self.is_full or self.is_causal or self.is_anticausal:
             yield self
@@ -113,7 +110,7 @@ class Tile(NamedTuple):  # not a data class, of which thousands take long to mak
                 yield from piece.shifted(self.q0, self.k0).split()
 
     def _split_band(self) -> Iterator["Tile"]:
-        """Split into pieces, counted from the corner, so that only one of the two bounds binds in each."""
+        """Split into pieces, counted from the corner, so that one bound binds in each."""
         width = self.hi - self.lo + 1
         for first in range(0, self.num_rows, width):
             rows = first, min(first + width, self.num_rows)
@@ -126,7 +123,7 @@ class Tile(NamedTuple):  # not a data class, of which thousands take long to mak
 
 
 def cut(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> Tile | None:
-    """Return the part of a rectangle with ``lo <= i - j <= hi`` (counted as it is), trimmed; None if empty."""
+    """Return the part of a rectangle with ``lo <= i - j <= hi``, trimmed; None if empty."""
     # Rows first that are out of reach of every key, then keys out of reach of every row that is left.
     q0, q1 = max(q0, k0 + lo), min(q1, k1 + hi)
     k0, k1 = max(k0, q0 - hi), min(k1, q1 - lo)
@@ -145,7 +142,7 @@ def meet(
     step: int,
     regions: NDArray[np.int64],
 ) -> NDArray[np.int64]:
-    """Return where spans meet regions; arguments broadcast, ``regions`` has the columns of ``Mask.table`` first."""
+    """Return where spans meet regions; arguments broadcast, ``regions`` has ``Mask.table``'s columns first."""
     # Span-local i0, i1, j0, j1 with absolute bounds lo, hi; rows that see no key and keys that no row sees are cut off.
     # An empty meeting has ``i1 <= i0``.
     q0, q1, k0, k1, low, high = regions
@@ -163,7 +160,7 @@ def meet(
 
 
 def join(tiles: Iterable[Tile]) -> list[Tile]:
-    """Join tiles into fewer with the same pairs: causal squares along a diagonal, FULL rectangles side by side."""
+    """Join tiles with the same pairs: causal squares along a diagonal, FULL rectangles side by side."""
     # Zigzag's own block comes as two triangles and a rectangle: one causal tile.
     found = sorted(tiles)
     return _join_full(_join_causal(found)) if len(found) > 1 else found

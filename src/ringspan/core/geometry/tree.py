@@ -1,4 +1,4 @@
-"""Masks of segments that continue others: a prompt with its answers, turns that share a history."""
+"""Masks of segments that continue others, such as answers to one prompt."""
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby
@@ -14,13 +14,9 @@ from ringspan.core.messages.numbers import described, integer, is_a
 def tree(lengths: Iterable[int], parents: Iterable[int], *, window: int | None = None) -> Mask:
     """Let a token see its own segment up to itself, and all segments that it continues.
 
-    Segment i has ``lengths[i]`` tokens, stored after those of segment i - 1, and continues segment ``parents[i]``; -1
-    begins a document. With every parent -1 these are ``documents(lengths)``. A prompt of 30,000 tokens with three
-    answers is ``tree([30_000, 700, 900, 800], [-1, 0, 0, 0])``. Store a segment after its parent; depth first, the mask
-    has the fewest regions.
-
-    Args:
-        window: a token sees the last ``window`` tokens of its branch, itself included; all when None.
+    Segment i has ``lengths[i]`` tokens, stored after segment i - 1, and continues the earlier one ``parents[i]``; -1
+    begins a document. A prompt with three answers is ``tree([30_000, 700, 900, 800], [-1, 0, 0, 0])``. Depth-first
+    order has the fewest regions. With ``window`` a token sees that number of its branch's last tokens, itself included.
 
     Raises:
         MaskError: as ``documents``; another number of parents, or a parent that is not an earlier segment.
@@ -42,7 +38,7 @@ def tree(lengths: Iterable[int], parents: Iterable[int], *, window: int | None =
 
 
 class _Segments:
-    """Segments by their ends in storage; a run is a chain of segments stored one after the other: one causal region."""
+    """Segments by their end in storage; a run is a stored chain of segments: one causal region."""
 
     def __init__(self, ends: list[int], parents: list[int]) -> None:
         self.ends, self.parents = ends, parents
@@ -52,7 +48,6 @@ class _Segments:
         self.runs = [[*run] for _, run in groupby(range(len(parents)), key=self.first.__getitem__)]
 
     def own(self, hi: int) -> Iterator[Region]:
-        """Yield each run's tokens against themselves."""
         for run in self.runs:
             start, stop = self.ends[run[0]], self.ends[run[-1] + 1]
             yield Region(start, stop, start, stop, 0, hi)

@@ -1,4 +1,4 @@
-"""Differences between two versions of nested values, such as a configuration."""
+"""Differences between two versions of a configuration."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -6,7 +6,7 @@ from typing import Any, cast
 
 
 def differences(before: Any, now: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """List the differing values of nested tables: dotted name, and both values."""
+    """Yield dotted name and both values of what differs."""
     if isinstance(before, dict) and isinstance(now, dict):
         old, new = cast(dict[str, Any], before), cast(dict[str, Any], now)
         for key in {**old, **new}:
@@ -16,7 +16,7 @@ def differences(before: Any, now: Any, prefix: str = "") -> Iterator[tuple[str, 
 
 
 def first_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Describe the first changed field with both values, or None; skip fields of only one transformers release."""
+    """Describe the first changed field, or None; skip fields of only one transformers release."""
     same_release = before["transformers"] == now["transformers"]
     for name in before.keys() & now.keys() - {"transformers"}:
         for field, old, new in differences(before[name], now[name]):

@@ -1,4 +1,4 @@
-"""Optional packages, and the line that says how to install their extra."""
+"""Optional packages, and how to install their extra."""
 
 from importlib.util import find_spec
 from typing import Final
@@ -21,13 +21,12 @@ EXTRAS: Final = {
 
 
 def installed(package: str) -> bool:
-    """Return whether a package can be imported; a folder of that name in the working directory is none."""
+    """Return whether a package can be imported; a folder of that name is none."""
     spec = find_spec(package)
     return spec is not None and spec.origin is not None
 
 
 def remedy(package: str) -> str:
-    """Return the extra that brings a package, and the command that installs it."""
     return f"the extra ringspan[{EXTRAS[package]}]: {command(package)}"
 
 
@@ -37,7 +36,6 @@ def command(package: str) -> str:
 
 
 def require(what: str, *packages: str) -> None:
-    """Raise MissingExtraError unless these packages are installed."""
     for package in packages:
         if not installed(package):
             raise MissingExtraError(f"{what} needs {remedy(package)}")

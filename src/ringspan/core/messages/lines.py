@@ -1,4 +1,4 @@
-"""Messages of one line: what an exception says, shortened between words."""
+"""Messages of one line."""
 
 from collections.abc import Generator, Iterable
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ LIMIT = 300
 
 
 def shortened(text: str, limit: int = LIMIT) -> str:
-    """Shorten a text to one line of at most ``limit`` characters, cut after a whole word with "..."."""
+    """Shorten a text to one line of at most ``limit`` characters, cut between words."""
     line = " ".join(text.split())
     if len(line) <= limit:
         return line
@@ -21,12 +21,12 @@ def shortened(text: str, limit: int = LIMIT) -> str:
 
 
 def one_line(error: BaseException, limit: int = LIMIT) -> str:
-    """Return the shortened message of an exception; its type if it has none."""
+    """Return an exception's message shortened, or its type."""
     return shortened(str(error), limit) or type(error).__name__
 
 
 def few(items: Iterable[object], limit: int = 8) -> str:
-    """List the first few items, and say how many more there are."""
+    """List the first items, and the number of others."""
     every = [str(item) for item in items]
     return ", ".join(every[:limit]) + (f" and {len(every) - limit} more" if len(every) > limit else "")
 
@@ -35,7 +35,7 @@ def few(items: Iterable[object], limit: int = 8) -> str:
 def refused(
     what: str, *kinds: type[BaseException], remedy: str = "", error_type: type[RingspanError] = ConfigError
 ) -> Generator[None]:
-    """Turn errors of these kinds into ours: ``what``, the message in one line and the remedy. Ours pass unchanged."""
+    """Turn errors of these kinds into ours: ``what``, their message and the remedy."""
     try:
         yield
     except RingspanError:

@@ -1,4 +1,4 @@
-"""Numbers that a user gave: what they must be, said in one line."""
+"""Checks of numbers that a user gave."""
 
 from math import isfinite
 from numbers import Integral, Real
@@ -11,7 +11,7 @@ LARGEST_INTEGER: Final = 1 << 60  # beyond every position; sums of a few such nu
 
 
 def integer(value: Any, name: str, error: type[RingspanError], *, at_least: int | None = None) -> int:
-    """``value`` as an int, if it is one of any library or a float that is one; else the given error names both."""
+    """Convert any library's integer, or a float that is one, to int; raise the given error otherwise."""
     if type(value) is not int:
         value = _whole(value, name, error)
     if at_least is not None and value < at_least:
@@ -34,7 +34,7 @@ def _whole(value: Any, name: str, error: type[RingspanError]) -> int:
 
 
 def real(value: Any, name: str, error: type[RingspanError]) -> float:
-    """``value`` as a finite float; else the given error names argument and value."""
+    """Convert to a finite float; raise the given error otherwise."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise error(f"{name} must be a plain number, got {described(value)}")
     if not isfinite(value):
@@ -43,12 +43,12 @@ def real(value: Any, name: str, error: type[RingspanError]) -> float:
 
 
 def is_a(value: Any, kind: type | tuple[type, ...]) -> bool:
-    """``isinstance`` of what a caller gave, who need not care for annotations."""
+    """Check a caller's value with ``isinstance``, whatever its annotation."""
     return isinstance(value, kind)
 
 
 def described(value: Any) -> str:
-    """Describe an unexpected value for an error message: its type, and its repr if short."""
+    """Describe an unexpected value: its type, and its repr if short."""
     if isinstance(value, type) or (callable(value) and hasattr(value, "__name__")):
         return f"the {'class' if isinstance(value, type) else 'function'} {getattr(value, '__name__', '')}"
     if shape := tuple[Any, ...](getattr(value, "shape", ())):
@@ -58,7 +58,7 @@ def described(value: Any) -> str:
 
 
 def check_whole(name: str, value: Any, least: int = 1, *, otherwise: str = "") -> None:
-    """Raise ConfigError unless an option is an integer of at least ``least``; ``otherwise`` names what else may be."""
+    """Raise ConfigError unless an option is an integer >= ``least``; ``otherwise`` names other values."""
     try:
         if isinstance(value, float):  # even 2.0: it would be kept, and no range takes it
             raise ConfigError(f"{name} must be an integer, got {described(value)}")

@@ -1,4 +1,4 @@
-"""Numbers as people read them: three significant digits, and decimal units (1 GB is 10^9 bytes)."""
+"""Numbers in three significant digits and decimal units (1 GB is 10^9 bytes)."""
 
 from math import floor, isfinite, log10
 from typing import Final
@@ -10,27 +10,22 @@ _LARGE_SECONDS: Final = ((86_400.0, "days"), (3600.0, "h"), (60.0, "min"))
 
 
 def shown_bytes(num_bytes: float) -> str:
-    """``63.7 GB``, ``385 MB``, ``0 B``."""
     return _prefixed(num_bytes, "B", is_whole=True)
 
 
 def shown_bandwidth(bytes_per_second: float) -> str:
-    """``450 GB/s``."""
     return _prefixed(bytes_per_second, "B/s")
 
 
 def shown_flops(flops: float) -> str:
-    """Format a number of floating-point operations: ``19.4 PFLOP``."""
     return _prefixed(flops, "FLOP")
 
 
 def shown_speed(flops_per_second: float) -> str:
-    """``989 TFLOP/s``."""
     return _prefixed(flops_per_second, "FLOP/s")
 
 
 def shown_seconds(seconds: float) -> str:
-    """``7.03 s``, ``9.51 ms``, ``2.50 h``."""
     if not isfinite(seconds):
         return f"{seconds} s"
     for size, unit in _LARGE_SECONDS:
@@ -54,7 +49,6 @@ def _prefixed(value: float, unit: str, *, is_whole: bool = False) -> str:
 
 
 def _digits(value: float) -> str:
-    """Format with three significant digits, more if the integer part has them."""
     if value == 0:
         return "0"
     decimals = 2 - floor(log10(abs(float(f"{value:.2e}"))))

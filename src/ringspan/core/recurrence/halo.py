@@ -1,4 +1,4 @@
-"""The halo of a causal convolution of K taps: the K - 1 inputs before a span, in its document, and who has them."""
+"""Halos of a causal convolution of K taps: the K - 1 inputs before a span, in its document, and their owners."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ from ringspan.core.recurrence.spans import Place
 
 
 class Loan(NamedTuple):
-    """``tokens`` inputs of a span from an offset in it on, which are in the halo of another one from ``place`` on."""
+    """``tokens`` inputs of a span from ``offset`` on, at ``place`` in another span's halo."""
 
     source: int
     offset: int
@@ -18,7 +18,7 @@ class Loan(NamedTuple):
 
 
 def reach_back(places: Sequence[Place], number: int, width: int, starts: Sequence[int]) -> int:
-    """Count the inputs, of ``width`` before a span, that belong to its first token's document."""
+    """Count the ``width`` inputs before a span that belong to its first token's document."""
     lowest = starts[bisect_right(starts, places[number].start) - 1]
     found = 0
     while number and found < width and places[number - 1].end > lowest:
@@ -28,7 +28,7 @@ def reach_back(places: Sequence[Place], number: int, width: int, starts: Sequenc
 
 
 def halo_loans(places: Sequence[Place], width: int, starts_of_rows: Sequence[Sequence[int]]) -> tuple[Loan, ...]:
-    """Return who has which inputs of the ``width`` before each span, by target and in the order of positions."""
+    """Return the owners of the ``width`` inputs before each span, by target and position."""
     # As far back as any sequence of the batch needs them; spans are in the order of their positions.
     loans: list[Loan] = []
     for target in range(len(places)):

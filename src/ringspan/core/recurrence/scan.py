@@ -1,9 +1,7 @@
 """The scan of spans' affine maps ``A_j S + B_j``, as rounds of messages between spans.
 
-The prefix of span j, ``B_j + A_j (B_{j-1} + A_{j-1} ...)``, is the state that span j + 1 takes. In a chain each prefix
-goes to the next span as soon as it is ready, in one round per span; over more spans, prefixes take a logarithmic number
-of rounds (Hillis and Steele 1986), with messages that hold the map as well. Four spans, with a document that begins
-inside the third, whose prefix needs no other, are a chain of two rounds: 0 -> 1 and 2 -> 3, then 1 -> 2.
+Span j + 1 takes the state ``B_j + A_j (B_{j-1} + A_{j-1} ...)``, span j's prefix. A chain passes on each prefix once
+ready, a round per span; over more spans, rounds are logarithmic (Hillis and Steele 1986) and messages have the map too.
 """
 
 from collections.abc import Iterator
@@ -19,7 +17,7 @@ class Message(NamedTuple):
     """Message from a span to a later one, and its use there.
 
     ``has_map``: A comes with B, because the sender's is not the whole prefix yet. ``composes``: the target's map is
-    applied after it. ``is_state``: it is the state that the target takes.
+    applied after it. ``is_state``: the target takes it as its state.
     """
 
     source: int
@@ -33,7 +31,7 @@ Rounds = tuple[tuple[Message, ...], ...]
 
 
 def scan_rounds(links: Links, *, chain_spans: int = CHAIN_SPANS) -> Rounds:
-    """Return rounds of messages that give each span its state. A round's messages hold the values before it."""
+    """Return rounds that give each span its state. A round sends the values before it."""
     # Spans are in the order of the state's path; one that does not pass states on has A = 0.
     rounds: dict[int, list[Message]] = {}
     for first, last in _runs(links):
@@ -45,7 +43,7 @@ def scan_rounds(links: Links, *, chain_spans: int = CHAIN_SPANS) -> Rounds:
 
 
 def _runs(links: Links) -> Iterator[tuple[int, int]]:
-    """Yield first and last span of each run that a state passes through; the first prefix needs no other."""
+    """Yield the first and last span of each run that a state passes through."""
     first = 0
     for span in range(1, len(links.takes) + 1):
         takes = span < len(links.takes) and links.takes[span]

@@ -1,7 +1,6 @@
-"""Spans (consecutive tokens of one rank) in the order of positions, cut at the start of documents.
+"""Spans (consecutive tokens of one rank) in order of position, cut at the start of documents.
 
-A layer with a state maps it affinely: ``state_out = A state_in + B``. A document begins with a state of zero, so a span
-is cut there: its first piece continues the span before, the next span continues its last piece.
+A layer maps its state affinely: ``state_out = A state_in + B``; a document begins with zeros.
 """
 
 from bisect import bisect_left, bisect_right
@@ -13,7 +12,7 @@ from ringspan.core.geometry.layout import Layout
 
 
 class Place(NamedTuple):
-    """A span: its rank, its number and first token in the rank's storage, and its positions."""
+    """A span: its rank, number and first token in the rank's storage, and positions."""
 
     rank: int
     place: int
@@ -27,10 +26,7 @@ class Place(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """Consecutive tokens of one document in a span: the first one's offset in the span, and how many.
-
-    ``begins``: the first token begins its document.
-    """
+    """Consecutive tokens of one document from an offset in a span; ``begins`` if the document's first is among them."""
 
     offset: int
     tokens: int
@@ -38,7 +34,7 @@ class Piece(NamedTuple):
 
 
 def places_of(layout: Layout) -> tuple[Place, ...]:
-    """Return all spans of a layout in the order of their positions; LayoutError if striped."""
+    """Return a layout's spans in order of position; LayoutError if striped."""
     places: list[Place] = []
     for rank in range(layout.ranks):
         offset = 0
@@ -54,7 +50,7 @@ def places_of(layout: Layout) -> tuple[Place, ...]:
 
 
 def pieces_of(place: Place, starts: Sequence[int]) -> tuple[Piece, ...]:
-    """Return the pieces of a span; ``starts`` are where documents begin, in increasing order, 0 the first."""
+    """Return a span's pieces; ``starts`` of documents increase from 0."""
     inside = starts[bisect_right(starts, place.start) : bisect_left(starts, place.end)]
     cuts = [place.start, *inside, place.end]
     begins = [begins_at(place.start, starts), *(True for _ in inside)]
@@ -65,40 +61,34 @@ def pieces_of(place: Place, starts: Sequence[int]) -> tuple[Piece, ...]:
 
 
 def begins_at(position: int, starts: Sequence[int]) -> bool:
-    """Return whether a document begins at a position."""
     found = bisect_left(starts, position)
     return found < len(starts) and starts[found] == position
 
 
 def continues(places: Sequence[Place], number: int, starts: Sequence[int]) -> bool:
-    """Return whether a span continues a document of the span before, whose state it takes."""
+    """Return whether a span takes the state of the span before."""
     return number > 0 and not begins_at(places[number].start, starts)
 
 
 def passes(places: Sequence[Place], number: int, starts: Sequence[int]) -> bool:
-    """Return True if a span passes on the state that it takes: no document begins in it."""
+    """Return whether a span hands on the state that it takes: no document begins in it."""
     return continues(places, number, starts) and len(pieces_of(places[number], starts)) == 1
 
 
 class Links(NamedTuple):
-    """Flags of each span, in the order of positions: whether any sequence of a batch
-
-    ``takes``: continues a document of the span before, whose state it needs;
-    ``passes``: hands what it takes on to its end, since no document begins in it.
-    """
+    """Each span's flags, by position, for any sequence of a batch: ``takes`` (it ``continues``) and ``passes``."""
 
     takes: tuple[bool, ...]
     passes: tuple[bool, ...]
 
     @property
     def reverse(self) -> "Links":
-        """Return the links of the gradients of states, which go from the last span to the first one."""
+        """Return the links of state gradients, from the last span to the first."""
         behind = (*self.takes[1:], False)
         return Links(behind[::-1], self.passes[::-1])
 
 
 def links_of(places: Sequence[Place], starts_of_rows: Sequence[Sequence[int]]) -> Links:
-    """Return the links between spans, for the starts of the documents of each sequence of a batch."""
     numbers = range(len(places))
     return Links(
         tuple(any(continues(places, number, starts) for starts in starts_of_rows) for number in numbers),

@@ -1,4 +1,4 @@
-"""Traffic between ranks for a layer with a state, or a convolution, as ``scan`` and ``halo`` carry it out."""
+"""Traffic between ranks for a layer with a state or a convolution, as ``scan`` and ``halo`` send it."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from ringspan.core.recurrence.spans import links_of, places_of
 
 
 class Sent(NamedTuple):
-    """Numbers that go from one rank to another; what is of a later round waits for the rounds before it."""
+    """Numbers that go from one rank to another; a round waits for those before it."""
 
     round: int
     sender: int
@@ -31,7 +31,7 @@ def state_messages(layout: Layout, state: int, map_: int, *, reverse: bool = Fal
 
 
 def halo_messages(layout: Layout, channels: int, width: int, *, reverse: bool = False) -> Iterator[Sent]:
-    """Yield the ``width`` inputs before each span of a sequence, ``channels`` numbers each; or their gradients."""
+    """Yield the ``width`` inputs before each span, ``channels`` numbers each; or their gradients."""
     places = places_of(layout)
     for loan in halo_loans(places, width, ((0,),)):
         lender, borrower = places[loan.source].rank, places[loan.target].rank

@@ -1,4 +1,4 @@
-"""Choice of the quickest route, by ``ringspan.core.schedule.timing``, and of the heads that go round at once."""
+"""Choice of the quickest route by ``timing``, and of head groups."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -24,7 +24,7 @@ WORTH_A_CALL_ON_CPU: Final = 1 << 20
 
 @dataclass(frozen=True)
 class Choice:
-    """The route, the forward seconds that the model gives each candidate, and why."""
+    """The route, the modelled forward seconds of each candidate, and why."""
 
     route: str
     seconds: tuple[tuple[str, float], ...]
@@ -39,11 +39,9 @@ class Choice:
 def choose_route(
     layout: Layout, mask: Mask, shape: Shape, speeds: Speeds, keys: Layout | None = None, *, comm_dtype: str = "exact"
 ) -> Choice:
-    """Return the quickest route by the model; of the two rings the smaller messages unless one is clearly quicker.
+    """Return the route that the model finds quickest; of the two rings, fewer bytes unless one is clearly quicker.
 
-    One ring sends keys and values; the other sends queries, if queries, out and lse are fewer bytes. For further
-    candidates see ``other_routes``. ``keys`` is the keys' layout if they are another sequence. ``comm_dtype`` is the
-    dtype of keys and values in messages; anything but ``exact`` rules out the ring of queries.
+    ``comm_dtype`` is that of keys and values in messages; anything but ``exact`` rules out the ring of queries.
     """
     plain, keys = "ring", keys or layout
     if comm_dtype == "exact":
@@ -70,12 +68,9 @@ def cheaper_route(queries: Layout, keys: Layout, mask: Mask, shape: Shape) -> st
 
 
 def other_routes(ranks: int, shape: Shape, ranks_per_node: int) -> Iterator[str]:
-    """List the routes of keys and values other than the ring.
+    """List candidates except the ring: double ring (on several nodes), all-gather, and Ulysses groups of all sizes.
 
-    The double ring if there are several nodes, all-gather, and Ulysses groups of every size that the heads allow, with
-    a ring between them.
-
-    Without ``bidirectional``: the model has one link into a rank, whichever way a block comes.
+    Not ``bidirectional``: the model has one link into a rank.
     """
     if 1 < ranks_per_node < ranks and ranks % ranks_per_node == 0:
         yield f"double-ring:{ranks_per_node}"
@@ -96,12 +91,11 @@ def splits(shape: Shape, members: int) -> bool:
 def head_groups(
     num_heads: int, num_kv_heads: int, ranks: int, tile_pairs: int, *, on_cpu: bool, blocks: int = 2, at_once: int = 1
 ) -> int:
-    """Return the number of groups of heads that run one after the other: the same on every rank.
+    """Return the number of groups of heads that run one after the other, the same on every rank.
 
-    Enough that ``blocks`` blocks of one group weigh no more than two of all heads, as far as there are key/value heads.
-    Beyond that up to eight, so that blocks are small and the last gradients of a group travel while the next one is
-    computed, as long as a call has work enough and there are heads for all that compute ``at_once``. ``num_heads``
-    counts the heads of all sequences of the batch; ``tile_pairs`` is ``Schedule``'s.
+    ``blocks`` blocks of a group weigh at most two of all heads, if key/value heads allow. Up to eight groups if a call
+    has enough work, so that a group's last gradients travel while the next computes ``at_once`` heads. ``num_heads``
+    counts those of all sequences; ``tile_pairs`` is ``Schedule``'s.
     """
     if ranks == 1:
         return 1
@@ -116,7 +110,7 @@ def head_groups(
 
 
 def check_segments(checkpoint: str, layers_per_checkpoint: int) -> None:
-    """Raise ConfigError for segments of no layers, and of layers that are not checkpointed."""
+    """Raise ConfigError for empty segments, and for segments without checkpoints."""
     check_whole("layers_per_checkpoint", layers_per_checkpoint)
     if layers_per_checkpoint > 1 and checkpoint == "none":
         raise ConfigError(
@@ -126,15 +120,15 @@ def check_segments(checkpoint: str, layers_per_checkpoint: int) -> None:
 
 
 def num_inputs(layers: int, layers_per_checkpoint: int) -> int:
-    """Return the most layer inputs held at once: the kept ones, and a segment's recomputed ones."""
+    """Return the most layer inputs held at once: kept ones, and a segment's recomputed ones."""
     return -(-layers // layers_per_checkpoint) + layers_per_checkpoint - 1
 
 
 def frugal_segment(layers: int) -> int:
-    """Return the smallest ``layers_per_checkpoint`` with the fewest inputs: about the root of the number of layers."""
+    """Return the smallest ``layers_per_checkpoint`` with the fewest inputs."""
     return min(range(1, layers + 1), key=lambda size: num_inputs(layers, size))
 
 
 def segment_sizes(layers: int) -> tuple[int, ...]:
-    """Return the values of ``layers_per_checkpoint`` that are worth weighing: alone, in twos, or what keeps least."""
+    """Return the ``layers_per_checkpoint`` worth weighing: 1, 2 and the most frugal."""
     return tuple(sorted({1, min(2, layers), frugal_segment(layers)}))

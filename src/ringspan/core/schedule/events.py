@@ -1,10 +1,8 @@
-"""Events of one rank in one pass over its schedule, in order: allocate, free, send, wait, compute, add.
+"""Events of one rank in one pass, in order: allocate, free, send, wait, compute, add.
 
-The passes of ``ringspan.torch.attention`` carry out exactly these: a test holds every message and every byte of the
-two together. Times (``core/schedule/timing.py``) and memory (``plan/cost/loop.py``) are read off the same events.
-
-Inputs and results of a pass are there before and after it, so no event makes them. H query heads, G key/value heads,
-D head size, E value head size, n tokens.
+``ringspan.torch.attention`` carries out exactly these; a test compares every message and byte. Times (``timing``) and
+memory (``plan/cost/loop.py``) are read off them. No event creates a pass's inputs and results.
+H query heads, G key/value heads, D head size, E value head size, n tokens.
 """
 
 from collections.abc import Iterable, Iterator
@@ -44,7 +42,6 @@ _SCALED: Final = frozenset({"float8", "int8"})  # a byte a number, and a factor 
 
 
 def forward(part: Part) -> Iterator[Event]:
-    """Yield the events of a forward pass."""
     if part.schedule.gathered is not None:
         yield from _forward_of_gathered(part, part.schedule.gathered)
         return
@@ -55,10 +52,7 @@ def forward(part: Part) -> Iterator[Event]:
 
 
 def backward(part: Part) -> Iterator[Event]:
-    """Yield the events of a backward pass; with queries as blocks it sends keys and values (``Route.backward``).
-
-    The gradients of a group of heads still reach their owner at the first hop of the next one.
-    """
+    """Yield the events of a backward pass, which sends keys and values (``Route.backward``)."""
     if part.schedule.gathered is not None:
         yield from _backward_of_gathered(part, part.schedule.gathered)
         return
@@ -71,7 +65,7 @@ def backward(part: Part) -> Iterator[Event]:
 
 
 class _Walk:
-    """One group of heads on its way through the hops; holders are dropped when the loop drops its variables."""
+    """One group of heads on its way through the hops; a dropped variable frees its buffer."""
 
     def __init__(self, part: Part, number: int) -> None:
         self.part, self.shape, self.hops = part, part.group, part.schedule.hops
@@ -88,7 +82,7 @@ class _Walk:
         self.sums = Buffer(0)  # of dk and dv
 
     def forward(self, last: list[Buffer]) -> Steps[list[Buffer]]:
-        """Run forward; ``last`` are the previous group's sums and last arrival; return this group's."""
+        """Run forward after the previous group, whose sums and last arrival are ``last``; return this group's."""
         shape, part = self.shape, self.part
         partial = shape.batch * shape.heads * shape.sum_itemsize * (shape.value_dim + 1)
         local = self.total()
@@ -113,7 +107,7 @@ class _Walk:
         return [local.buffer, *arrived]
 
     def backward(self, unfinished: list["_Walk"]) -> Steps[None]:
-        """``unfinished`` is the group before, whose ``finish`` comes when the first hop has been computed."""
+        """Run backward; ``unfinished``, the group before, finishes after the first hop."""
         shape, part = self.shape, self.part
         token, sent_token = self.gradient_token
         queries = 0 if shape.itemsize == shape.sum_itemsize else shape.query_numbers * shape.sum_itemsize
@@ -158,12 +152,11 @@ class _Walk:
 
     @property
     def gradient_token(self) -> tuple[int, int]:
-        """Bytes of dk and dv of a token, as they add up and as they are sent."""
+        """Bytes of a token's dk and dv, as summed and as sent."""
         token = self.shape.kv_numbers * self.shape.sum_itemsize
         return token, self.shape.kv_numbers * _BFLOAT16 if self.part.gradient_comm_dtype == "bfloat16" else token
 
     def total(self) -> Sum:
-        """Return the sum that becomes the results."""
         if self.shape.itemsize == self.shape.sum_itemsize:
             return Sum(self.shape, Buffer(0, is_sum=True))
         return Deferred(self.shape, self.part.tokens)
@@ -173,7 +166,7 @@ class _Walk:
         yield from drop(self.sums)
 
     def _arrive(self, hop: Hop) -> Steps[Buffer]:
-        """Return the block that a hop computes with; post the following ones."""
+        """Return the block of a hop; post the following ones."""
         coming = self.under_way.pop(hop.index, None)
         arrival = (yield from self._wait(coming)) if coming else None
         if hop.index:
@@ -211,7 +204,7 @@ class _Walk:
         return coded
 
     def _decode(self, coded: Buffer) -> Steps[Buffer]:
-        """Decode a received block for computing: ``coded`` itself if it needs no conversion."""
+        """Decode a received block: ``coded`` itself if it needs no conversion."""
         if not self.is_converted:
             coded.holders += 1
             return coded
@@ -229,7 +222,7 @@ class _Walk:
     def _post(
         self, message: int, sends: list[tuple[int, Buffer]], receives: list[tuple[Send, int]], extra: int = 0
     ) -> Steps[list[Coming]]:
-        """Start a transfer; what holds nothing is no message. ``receives`` are tokens and the bytes of each."""
+        """Start a transfer without empty messages. ``receives`` has tokens and the bytes of each."""
         arrivals: list[Buffer | None] = []
         for (_, ranges), token in receives:
             arrivals.append((yield from make(token * size(ranges) + extra, ranges)) if ranges else None)
@@ -243,7 +236,6 @@ class _Walk:
         return [Coming(transfer, arrival) for arrival in arrivals]
 
     def _wait(self, coming: Coming) -> Steps[Buffer | None]:
-        """Return what has arrived, if anything comes."""
         transfer = coming.transfer
         if not transfer.is_over:
             yield Wait(transfer.number)
@@ -252,7 +244,6 @@ class _Walk:
         return coming.arrival
 
     def _add(self, coming: Coming, total: Sum | None = None) -> Iterator[Event]:
-        """Wait for what another rank made of a block, and add it."""
         arrival = yield from self._wait(coming)
         if arrival is None:
             return
@@ -271,11 +262,9 @@ class _Walk:
         return within_ranges(self.part.kernel.launches, hop.bands, *packed, passes_queries=queries)
 
     def _compute(self, hop: Hop, block: Buffer, total: Sum) -> Iterator[Event]:
-        """Compute the launches of a hop, whose partials are merged, or wait."""
         return self.run(hop, self._launches(hop, block.ranges), total)
 
     def run(self, work: Hop | Gathered, launches: Iterable[KernelLaunch], total: Sum) -> Iterator[Event]:
-        """Run launches forward."""
         yield Compute(work, 0)
         if self.part.kernel is None and work.bands:
             yield from total.running()
@@ -331,7 +320,7 @@ class _Gathering(_Walk):
         return () if self.part.kernel is None else self.part.kernel.launches(self.plan.bands)
 
     def fetch(self) -> Steps[list[Coming]]:
-        """Start to send this rank's keys, and to receive those of others."""
+        """Start exchanging keys."""
         sends = [(send.peer, send.ranges) for _, send in self.hops[0].sends if send.ranges]
         coded = (yield from self._encode()) if sends and self.is_converted else self.own
         packed: dict[Ranges, Buffer] = {}
@@ -344,7 +333,7 @@ class _Gathering(_Walk):
         return coming
 
     def keys(self) -> Steps[Buffer]:
-        """Lay out the keys by position as they arrive, while those of the next group are under way."""
+        """Lay out keys as they arrive, while the next group's are under way."""
         coming = self.coming if self.coming is not None else (yield from self.fetch())
         if self.following is not None:
             self.following.coming = yield from self.following.fetch()
@@ -356,7 +345,7 @@ class _Gathering(_Walk):
         return keys
 
     def differentiate(self, keys: Buffer) -> Iterator[Event]:
-        """Compute gradients, and start to send those of other ranks' keys to their owners."""
+        """Compute gradients, and start sending those of other ranks' keys."""
         shape, part, kernel = self.shape, self.part, self.part.kernel
         token, sent_token = self.gradient_token
         queries = 0 if shape.itemsize == shape.sum_itemsize else shape.query_numbers * shape.sum_itemsize

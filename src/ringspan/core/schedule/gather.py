@@ -1,7 +1,6 @@
-"""All keys that a rank's rows see, in one stretch in order of position: each row is computed once.
+"""All keys that a rank's rows see, in one stretch by position: each row is computed once.
 
-A chunk that continues another rank's, or a document that crosses the border of chunks, is one band here, where a ring
-computes a piece at each hop and merges. The ranges are those of the hops; the gather of a group of heads is one post.
+A chunk or document that crosses ranks is one band here; a ring computes pieces and merges. Ranges are the hops'.
 """
 
 from collections.abc import Iterable, Iterator
@@ -17,7 +16,7 @@ from ringspan.core.geometry.tile import Tile
 
 
 class Piece(NamedTuple):
-    """An owner's tokens [start, stop), by their indices in its storage, which lie from ``place`` on."""
+    """An owner's stored tokens [start, stop), laid out from ``place`` on."""
 
     owner: int
     start: int
@@ -27,7 +26,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Gathered:
-    """The keys of one rank's rows, and the bands of its queries against them; its own key, as a schedule is."""
+    """The keys of one rank's rows, and its queries' bands against them; compared by identity."""
 
     pieces: tuple[Piece, ...]
     bands: tuple[Tile, ...]
@@ -41,7 +40,6 @@ class Gathered:
         return sum(band.num_pairs for band in self.bands)
 
     def of(self, owner: int) -> Iterator[Piece]:
-        """Yield an owner's pieces."""
         return (piece for piece in self.pieces if piece.owner == owner)
 
 

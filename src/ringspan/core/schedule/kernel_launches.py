@@ -1,4 +1,4 @@
-"""Tiles that one call of a kernel computes: pure arithmetic, cached, since every training step asks the same."""
+"""Tiles that one call of a kernel computes; cached, since every step asks the same."""
 
 from bisect import bisect
 from collections.abc import Callable, Iterator
@@ -15,7 +15,7 @@ _CACHED = 1024  # sets of tiles remembered for each way to group them
 
 @dataclass(frozen=True, slots=True)
 class KernelLaunch:
-    """Rows [q0, q1) against keys [k0, k1) as far as ``tiles`` say, which count rows and keys from that corner."""
+    """Rows [q0, q1) against keys [k0, k1) as ``tiles``, counted from that corner, allow."""
 
     q0: int
     q1: int
@@ -39,7 +39,7 @@ class KernelLaunch:
 
     @property
     def tile(self) -> Tile:
-        """The only tile; it fills the launch."""
+        """The only tile, which fills the launch."""
         (tile,) = self.tiles
         return tile
 
@@ -49,20 +49,18 @@ KernelLaunches = tuple[KernelLaunch, ...]
 
 @lru_cache(_CACHED)
 def keys_a_row(tiles: tuple[Tile, ...]) -> float:
-    """Return the keys that a row of some tiles sees on average; 0 of no tiles."""
+    """Return the average number of keys that a row sees."""
     rows = sum(tile.num_rows for tile in tiles)
     return sum(tile.num_pairs for tile in tiles) / rows if rows else 0.0
 
 
 @lru_cache(_CACHED)
 def bands(tiles: tuple[Tile, ...]) -> KernelLaunches:
-    """Return a call per tile, whatever its band."""
     return tuple(KernelLaunch.of(tile) for tile in tiles)
 
 
 @lru_cache(_CACHED)
 def pieces(tiles: tuple[Tile, ...]) -> KernelLaunches:
-    """Return a call for each FULL, causal or anticausal piece."""
     return tuple(KernelLaunch.of(piece) for tile in tiles for piece in tile.split())
 
 
@@ -85,9 +83,9 @@ def _square(tile: Tile) -> tuple[Tile, ...]:
 
 
 class Window(NamedTuple):
-    """Band in flash-attn's terms: keys ``row + shift - left`` to ``row + shift + right``, -1 for no bound.
+    """Band in flash-attn's terms, with ends aligned by the shift ``num_keys - num_rows``.
 
-    The shift ``num_keys - num_rows`` aligns the ends.
+    Keys ``row + shift - left`` to ``row + shift + right``, -1 for no bound.
     """
 
     left: int
@@ -116,11 +114,10 @@ def chains(tiles: tuple[Tile, ...]) -> KernelLaunches:
 
 @lru_cache(_CACHED)
 def windows(tiles: tuple[Tile, ...]) -> KernelLaunches:
-    """Return ``chains`` of windows that FlashAttention 2 reads as they are meant, and squares for the others.
+    """Return ``chains`` of windows that FlashAttention 2 reads correctly, and squares for the others.
 
-    It reads a right bound of ``num_keys`` or more as no bound, and no right bound with a left one as ``num_keys``. With
-    more rows than keys, both readings are wrong: the first rows would see keys that they must not see, or miss keys
-    that they must (``mha_varlen_fwd``, ``set_params_fprop`` of its flash_api.cpp).
+    It reads a right bound >= ``num_keys`` as none, and a missing one next to a left one as ``num_keys``: wrong with
+    more rows than keys (``mha_varlen_fwd``, ``set_params_fprop`` of flash_api.cpp).
     """
     return chains(tuple(part for tile in tiles for part in _readable(tile)))
 
@@ -141,7 +138,7 @@ def within_ranges(
     *packed: Ranges,
     passes_queries: bool = False,
 ) -> Iterator[KernelLaunch]:
-    """Yield the calls for a hop's tiles, each within one packed range of keys (of rows, where blocks are queries)."""
+    """Yield the calls for a hop's tiles, each within one packed range of keys (of rows if blocks are queries)."""
     groups: dict[tuple[int, ...], list[Tile]] = {}
     for tile in tiles:
         first = tile.q0 if passes_queries else tile.k0

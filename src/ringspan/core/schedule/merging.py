@@ -1,4 +1,4 @@
-"""When partials of the same rows are merged: as few times as their memory allows, so that each row is written once."""
+"""Times at which partials of the same rows are merged: rarely, so that each row is written once."""
 
 from bisect import bisect_left
 from functools import lru_cache
@@ -11,8 +11,6 @@ MAX_WAITING: Final = 5
 
 
 class Segment(NamedTuple):
-    """Rows [start, stop) that the same partials cover."""
-
     start: int
     stop: int
     partials: tuple[int, ...]
@@ -20,13 +18,13 @@ class Segment(NamedTuple):
 
 
 def is_full(num_waiting: int, rows: int) -> bool:
-    """Return True if partials of ``num_waiting`` rows, of a result of ``rows`` rows, wait no longer."""
+    """Return True if partials of ``num_waiting`` rows, for a result of ``rows`` rows, wait no longer."""
     return num_waiting > MAX_WAITING * rows
 
 
 @lru_cache(maxsize=1024)
 def segments(waiting: Ranges, rows: int) -> tuple[Segment, ...]:
-    """Cut the rows of a result where the partials that cover them change."""
+    """Cut a result's rows where the partials that cover them change."""
     ends = sorted({0, rows}.union(*waiting))
     covering: list[list[int]] = [[] for _ in ends[1:]]
     for number, (start, stop) in enumerate(waiting):

@@ -1,6 +1,4 @@
-"""Parts of every owner's block sent along a route, their senders, and the path of the gradient.
-
-For all ranks at once, without their tiles; ``schedule.py`` takes one rank's part from it.
+"""Parts of every owner's block sent along a route, their senders, and the path of the gradient, for all ranks at once.
 
 H hops, N ranks.
 """
@@ -27,12 +25,10 @@ _MOST_PAIRS: Final = 1 << 15  # of ranks in one numpy call
 class Paths:
     """Parts sent of every owner's block: a hull of storage indices for each of its spans that other ranks need.
 
-    Only hops at which a rank needs anything of an owner's block have a place, and rows, one per span: ``place`` (hops,
-    owners) is its number or -1, and ``first`` its first row. A hull is its first index and minus the one past its last,
-    so that the wider of two bounds is the smaller number; hulls are (2, rows + 1), the last row empty. ``needed`` is
-    what the rank of a hop computes with, ``before`` the row of the same span at the hop at which it is sent, and
-    ``is_straight``, of each place: sent by the owner, not by the rank before. ``pairs`` counts each rank's pairs, or a
-    few more.
+    Hops that need an owner's block have a ``place`` (hops, owners), else -1, and rows, one per span, from ``first``.
+    Hulls (2, rows + 1), the last row empty, are a first index and minus one past the last: the wider bound is smaller.
+    ``needed``: what a hop's rank computes with; ``before``: the span's row at the hop that sends it; ``is_straight``
+    (by place): sent by the owner, not by the rank before; ``pairs``: each rank's pairs, or a few more.
     """
 
     itinerary: Itinerary
@@ -47,7 +43,7 @@ class Paths:
 
     @cached_property
     def gradients(self) -> tuple[IntArray, IntArray]:
-        """Return the parts of a block's gradient that the rank of a hop holds, and gets from the rank before it."""
+        """Return the parts of a block's gradient that a hop's rank holds, and gets from the rank before."""
         # A gradient covers what its ranks have seen so far, so it grows on its way as the block shrinks. A rank that no
         # longer gets some rows of the block cannot add to theirs: they go to the owner from here (``Hop``).
         held, handed_on = self.needed.copy(), np.full_like(self.needed, self.nothing)
@@ -60,11 +56,10 @@ class Paths:
 
     @property
     def nothing(self) -> int:
-        """An index past all tokens."""
         return int(self.needed[0, -1])
 
     def hops(self) -> Iterator[tuple[int, slice, slice]]:
-        """Places and rows of each hop whose blocks are not all sent from hop 0."""
+        """Yield places and rows of each hop whose blocks are not all sent from hop 0."""
         ends = np.count_nonzero(self.place >= 0, axis=1).cumsum()
         rows: list[int] = self.first[ends].tolist()
         for hop, (start, end) in enumerate(pairwise(ends.tolist()), 1):
@@ -76,7 +71,7 @@ class Paths:
         return values[places] if counts.sum() == len(counts) else values[places].repeat(counts)
 
     def pass_on(self) -> None:
-        """Cut each block, from the last hop back, to the hull of what is still needed."""
+        """Cut each block, from the last hop back, to what is still needed."""
         # What a rank still needs passes through the one before, if that one computes with half of it too, and else
         # comes from the owner. With less than half, ever more would be sent to ranks that do not need it; from the
         # owner alone, a block would not stay among neighbours.
@@ -93,7 +88,6 @@ class Paths:
         return place >= 0 and bool(self.is_straight[place])
 
     def ranges(self, hulls: IntArray, hop: int, owner: int) -> Ranges:
-        """Return some hulls of a block as ranges."""
         place = self.place[hop, owner]
         if place < 0:
             return ()
@@ -101,7 +95,7 @@ class Paths:
         return union([(start, -minus_stop) for start, minus_stop in bounds])
 
     def tokens(self, hulls: IntArray) -> IntArray:
-        """Count their tokens of every owner at every hop. Shape (hops, owners)."""
+        """Count the hulls' tokens. Shape (hops, owners)."""
         found = np.zeros(self.place.shape, np.int64)
         if len(self.is_straight):
             found[self.place >= 0] = np.add.reduceat(_sizes(hulls), self.first[:-1])
@@ -109,7 +103,7 @@ class Paths:
 
     @cached_property
     def source(self) -> IntArray:
-        """Return which rank sends a rank its block of a hop. Shape (hops, ranks)."""
+        """Return which rank sends a rank its block. Shape (hops, ranks)."""
         way = self.itinerary
         place = np.take_along_axis(self.place, way.owner, 1)
         return np.where(np.append(self.is_straight, False)[place], way.owner, way.source)
@@ -117,7 +111,7 @@ class Paths:
 
 @lru_cache(maxsize=8)  # each is of all ranks
 def find_paths(layout: Layout, keys: Layout, mask: Mask, route: Route) -> Paths:
-    """Return the paths of all blocks of an attention on a route without Ulysses groups."""
+    """Return all blocks' paths on a route without Ulysses groups."""
     needs = _needed(layout, keys, mask, route.passes_queries)
     blocks = layout if route.passes_queries else keys
     tokens = np.array([blocks.tokens_of(owner) for owner in range(blocks.ranks)])
@@ -127,7 +121,6 @@ def find_paths(layout: Layout, keys: Layout, mask: Mask, route: Route) -> Paths:
 
 
 def _tokens_and_hops(paths: Paths) -> tuple[int, int]:
-    """Sum up the tokens that are sent, and the hops at which they arrive."""
     sent = paths.tokens(paths.carried).sum(1)
     return int(sent.sum()), int(sent @ np.arange(len(sent)))
 
@@ -168,7 +161,7 @@ def _paths_along(needs: _Needs, way: Itinerary, tokens: IntArray) -> Paths:
 
 
 class Arrivals(NamedTuple):
-    """Sender to every rank at every hop, and the number tokens of it; both (hops, ranks)."""
+    """Sender to every rank at every hop, and its number of tokens; both (hops, ranks)."""
 
     peers: IntArray
     tokens: IntArray
@@ -184,7 +177,6 @@ class Loads(NamedTuple):
 
 
 def loads(layout: Layout, mask: Mask, key_layout: Layout, route: Route) -> Loads:
-    """Return what an attention asks of all ranks, without their tiles."""
     paths = find_paths(layout, key_layout, mask, route)
     way = paths.itinerary
     carried, gradient, handed_on = map(paths.tokens, (paths.carried, *paths.gradients))
@@ -270,7 +262,7 @@ def _dtype(most: int) -> type[np.signedinteger[Any]]:
 
 
 def _num_pairs(met: IntArray) -> IntArray:
-    """Return pairs of each meeting, or a few more: as if each row saw a full band of keys."""
+    """Count each meeting's pairs, or a few more: as if each row saw a full band."""
     i0, i1, j0, j1, lo, hi = met
     return (i1 - i0) * np.minimum(j1 - j0, hi - lo + 1)
 

@@ -1,7 +1,6 @@
-"""Order of the ranks that blocks visit, as numbers that every rank knows.
+"""Order of the ranks that blocks visit. N ranks, H hops.
 
-N ranks, H hops. At hop 0 a rank has its own block; the block of every later hop is sent by one rank, at the start of
-one of its earlier hops. Ring loop, gradients and planner read nothing else of a route.
+At hop 0 a rank has its own block; one rank sends each later one, at the start of one of its earlier hops.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,13 +27,12 @@ IntArray = NDArray[np.signedinteger[Any]]
 class Route:
     """Communication pattern that brings all queries and keys together; in most, keys and values travel.
 
-    ``ring``: from neighbour to neighbour (Liu et al. 2023), and past neighbours that do not need a block straight from
-    its owner to those that do. ``bidirectional``: half of each block goes either way. ``double-ring``: around inner
-    rings of ``inner`` consecutive ranks (a node), while a copy travels to the next node (LoongTrain, Gu et al. 2024).
-    ``all-gather``: from the owner straight to every rank. ``pass-q``: queries go around the ring, and each rank's
-    partial result goes straight to the owner (Yang et al. 2024, "Context Parallelism for Scalable Million-Token
-    Inference"). With ``ulysses`` above one, groups of ``ulysses`` ranks first trade tokens for heads (DeepSpeed
-    Ulysses, Jacobs et al. 2023), and the route runs between the groups (USP, Fang and Zhao 2024).
+    ``ring``: from neighbour to neighbour (Liu et al. 2023), and straight from the owner past ranks that do not need a
+    block. ``bidirectional``: half of each block goes either way. ``double-ring``: around inner rings of ``inner`` ranks
+    (a node), while a copy goes to the next node (LoongTrain, Gu et al. 2024). ``all-gather``: from the owner to every
+    rank. ``pass-q``: queries travel, and partial results go to their owner (Yang et al. 2024, "Context Parallelism for
+    Scalable Million-Token Inference"). With ``ulysses`` above one, groups of as many ranks first trade tokens for heads
+    (Jacobs et al. 2023), and the route runs between groups (USP, Fang and Zhao 2024).
     """
 
     name: RouteName = "ring"
@@ -43,11 +41,7 @@ class Route:
 
     @staticmethod
     def parse(text: str, ranks: int) -> "Route":
-        """Read a route for a number of ranks, see ``ROUTE_FORMS``.
-
-        Raises:
-            UnsupportedError: an unknown route, or a size that does not divide the ranks.
-        """
+        """Read one of ``ROUTE_FORMS``; UnsupportedError if unknown or of a size that does not divide the ranks."""
         if not is_a(text, str):
             raise UnsupportedError(f"route must be text, got {described(text)}; choose one of {ROUTE_FORMS}")
         first, _, between = text.partition("+")
@@ -72,16 +66,15 @@ class Route:
 
     @property
     def passes_queries(self) -> bool:
-        """Queries travel, and keys and values stay."""
         return self.name == "pass-q"
 
     @property
     def backward(self) -> "Route":
-        """The route of the backward pass: keys and values are sent, since each rank has its out and lse."""
+        """The backward pass's route: keys and values are sent, since each rank has its out and lse."""
         return replace(self, name="ring") if self.passes_queries else self
 
     def check_comm_dtype(self, comm_dtype: str) -> None:
-        """Raise UnsupportedError for coded keys and values on a route that does not send them."""
+        """Raise UnsupportedError for coded keys and values on a route that sends queries."""
         if self.passes_queries and comm_dtype != "exact":
             raise UnsupportedError(
                 f"comm_dtype {comm_dtype!r} is for keys and values, which stay where they are on the route pass-q; "
@@ -89,7 +82,7 @@ class Route:
             )
 
     def itineraries(self, ranks: int) -> Iterator["Itinerary"]:
-        """Return the candidate paths; the schedule takes the one that moves fewer tokens."""
+        """Yield candidate paths; the schedule takes the one that sends fewer tokens."""
         match self.name:
             case "ring" | "pass-q":
                 for direction in (1, -1):
@@ -106,10 +99,9 @@ class Route:
 class Itinerary:
     """Place of every block, at every hop of every rank.
 
-    ``owner`` and ``source`` (H, N): whose block a rank has at a hop, and which rank sent it. ``posted`` (H,): the
-    earlier hop that sent it at its start. ``behind`` (H,): the hop whose visitor passes its result for the block (dk
-    and dv; partials, of queries) to this hop's visitor, 0 if there is none. ``half`` (H,): which half of the owner's
-    tokens, -1 for all.
+    ``owner`` and ``source`` (H, N): a rank's block at a hop, and its sender. ``posted`` (H,): the earlier hop at whose
+    start it is sent. ``behind`` (H,): the hop whose visitor passes this hop's visitor its result for the block (dk and
+    dv; partials, of queries), or 0. ``half`` (H,): half of the owner's tokens, -1 for all.
     """
 
     owner: IntArray
@@ -120,14 +112,14 @@ class Itinerary:
 
     @cached_property
     def visitor(self) -> IntArray:
-        """Rank that has an owner's block at a hop: the inverse of ``owner``. Shape (H, N)."""
+        """Rank that has an owner's block at a hop, inverse to ``owner``. Shape (H, N)."""
         visitor = np.empty_like(self.owner)
         visitor[np.arange(len(visitor))[:, None], self.owner] = np.arange(visitor.shape[1])
         return visitor
 
     @cached_property
     def following(self) -> tuple[int, ...]:
-        """Return, for each hop, the hop whose visitor gets its visitor's result for the block; 0 if there is none."""
+        """The hop whose visitor gets each hop's visitor's result, or 0: inverse to ``behind``."""
         behind: list[int] = self.behind.tolist()
         later = [0] * len(behind)
         for hop in range(len(behind) - 1, 0, -1):  # the first of several, last
@@ -137,7 +129,7 @@ class Itinerary:
 
     @cached_property
     def sent_at(self) -> tuple[tuple[int, ...], ...]:
-        """Later hops, for each hop, whose blocks are sent at its start."""
+        """Later hops whose blocks are sent at the start of each hop."""
         posted: list[int] = self.posted.tolist()
         later: list[list[int]] = [[] for _ in posted]
         for hop in range(1, len(posted)):
@@ -163,7 +155,7 @@ def _ring(ranks: int, direction: int, hands_on: bool) -> Itinerary:
 
 
 def _bidirectional(ranks: int) -> Itinerary:
-    """Odd hops: first halves, going up the ring. Even hops: second halves, going down."""
+    """Send first halves up the ring (odd hops), second halves down (even hops)."""
     # A half is at each rank every second hop, so both directions of a link are busy and each message has two hops.
     neighbours = [(np.arange(ranks) + step) % ranks for step in (1, -1)]
     hops = range(1, 2 * ranks - 1)
@@ -195,11 +187,7 @@ class Heads(NamedTuple):
 
 
 def member_heads(num_heads: int, num_kv_heads: int, members: int) -> tuple[Heads, ...]:
-    """Split the query heads evenly, each share with its key/value heads; several members share one when these are few.
-
-    Raises:
-        UnsupportedError: heads that do not come out even.
-    """
+    """Split the query heads evenly, with their key/value heads (shared if few); UnsupportedError if uneven."""
     if num_heads % members or (num_kv_heads % members and members % num_kv_heads):
         raise UnsupportedError(
             f"route ulysses: {num_heads} query and {num_kv_heads} key/value heads do not split evenly over groups of "

@@ -1,14 +1,9 @@
 """(layout, mask, route, rank, hop) -> the tiles to compute, what to send, to whom, and what to skip.
 
-The block of an owner is passed on from rank to rank in the order of the route. It holds only the keys that some later
-rank needs, so it shrinks from hop to hop and is not sent on once no rank needs it: a window of w tokens over chunks of
-c reaches ceil((w - 1) / c) neighbours, and a causal zigzag block drops its late chunk half way. No rank passes on a
-block that it hardly needs itself: then the owner, which always has its block, sends it straight to the next rank. So
-every rank computes with every block that it receives. The block's gradient follows one hop later; each part of it is
-sent to its owner by the last rank that adds to it.
-
-On the route ``pass-q`` the blocks are queries, needed by the keys that they see: the schedule of the transposed mask.
-What a visited rank computes with them, a partial result, is sent to their owner directly.
+A block holds only keys that later ranks need, so it shrinks from hop to hop and stops: a window of w tokens over chunks
+of c reaches ceil((w - 1) / c) neighbours. Where a rank hardly needs a block, its owner sends it straight to the next
+rank, so ranks compute with all that they receive. The gradient follows one hop later; the last rank that adds to a part
+sends it to the owner. On ``pass-q`` blocks are queries (the transposed mask), and partials go to their owner directly.
 """
 
 from dataclasses import dataclass
@@ -29,7 +24,7 @@ from ringspan.core.schedule.route import Route
 
 
 class Send(NamedTuple):
-    """Some of an owner's tokens, by their indices in its storage, sent to ``peer`` or, where received, by ``peer``."""
+    """Some of an owner's tokens, by storage index, sent to or received from ``peer``."""
 
     peer: int
     ranges: Ranges
@@ -39,10 +34,8 @@ class Send(NamedTuple):
 class Hop:
     """Work of one rank at one hop, while it holds the block of ``owner``.
 
-    Ranges are indices into the owner's own storage. Hop 0 is the rank's own block, which was not sent. A block's
-    gradient is dk and dv, in the backward pass; of a block of queries it is their partial, in the same pass. ``bands``
-    are what it computes as few tiles with any band; ``tiles`` the same as tiles that every flash kernel runs, cut when
-    they are asked for: timing never does.
+    Ranges are indices into the owner's storage. A block's gradient is dk and dv, in backward; of queries, their partial
+    in the same pass. ``bands`` are few tiles with any band; ``tiles`` the same for every flash kernel, cut lazily.
     """
 
     index: int
@@ -74,7 +67,7 @@ class Hop:
 
 @dataclass(frozen=True, eq=False)
 class Schedule:
-    """One rank's part in one attention: its hops in order. It is its own key: comparing all hops would take longer."""
+    """One rank's hops in one attention, in order; compared by identity, as comparing all hops takes longer."""
 
     rank: int
     ranks: int
@@ -85,14 +78,14 @@ class Schedule:
 
     @property
     def blocks(self) -> int:
-        """Blocks of a group of heads that are here at once: two gathers, all blocks, or one and the next."""
+        """Blocks of a head group held at once: two gathers, all blocks, or one and the next."""
         if self.gathered is not None:
             return 2 * self.ranks
         return self.ranks if all(hop.index in {0, *(n for n, _ in self.hops[0].sends)} for hop in self.hops) else 2
 
     @cached_property
     def active(self) -> tuple[Hop, ...]:
-        """The hops at which this rank computes, sends or receives anything, the first one always."""
+        """Hops at which this rank does anything, and the first one."""
         posted = {0}  # hops at which something is sent, or for which
         for hop in self.hops:
             for (index, send), straight in zip(hop.sends, hop.straight, strict=True):
@@ -108,12 +101,11 @@ class Schedule:
 
     @cached_property
     def num_pairs(self) -> int:
-        """Allowed (query, key) pairs that this rank computes."""
         return sum(hop.num_pairs for hop in self.hops)
 
     @property
     def sent_tokens(self) -> int:
-        """Tokens of keys and values, or of queries, that this rank sends in forward."""
+        """Tokens that this rank sends in forward."""
         return sum(size(send.ranges) for hop in self.hops for send in hop.all_sends)
 
 
@@ -121,15 +113,14 @@ class Schedule:
 def make_schedule(
     layout: Layout, mask: Mask, rank: int, key_layout: Layout | None = None, route: str | Route = "ring"
 ) -> Schedule:
-    """Return the schedule of one rank; pure, so that every rank knows every other rank's part.
+    """Return one rank's schedule; pure, so that every rank knows the others' parts.
 
     Args:
-        layout: of the queries.
-        mask: allowed pairs; positions at or past a layout's length neither see nor are seen.
+        layout: of the queries; with Ulysses groups, theirs (``Layout.grouped``).
+        mask: allowed pairs; positions from a layout's length on neither see nor are seen.
         rank: whose schedule.
         key_layout: of the keys, for cross-attention; ``layout`` if None.
-        route: the order of visits, without Ulysses groups: these trade tokens for heads first, and the layout here is
-            the groups' (``Layout.grouped``).
+        route: the order of visits, without Ulysses groups.
 
     Raises:
         UnsupportedError: an unknown route.
@@ -186,7 +177,6 @@ def _hop(paths: Paths, rank: int, index: int, owner: int, bands: tuple[Tile, ...
 
 
 def _sent(paths: Paths, hop: int, owner: int, *, is_straight: bool) -> Send:
-    """Return the part of an owner's block sent for a later hop, by the rank that has it or by the owner."""
     is_sent = paths.straight(hop, owner) == is_straight
     return Send(int(paths.itinerary.visitor[hop, owner]), paths.ranges(paths.carried, hop, owner) if is_sent else ())
 

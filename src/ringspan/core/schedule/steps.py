@@ -1,4 +1,4 @@
-"""Events of a pass, and the buffers and sums that they are about. H query heads, G key/value heads, n tokens."""
+"""Events of a pass, and their buffers and sums. H query heads, G key/value heads, n tokens."""
 
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, replace
@@ -16,17 +16,11 @@ MESSAGES_PER_HOP = 2  # keys and values before the computation, gradients after 
 
 @dataclass(frozen=True)
 class Part:
-    """One rank's part in a pass of one attention, as ``ringspan.torch.attention.part.Ring`` has it.
+    """One rank's part in a pass of one attention, like ``ringspan.torch.attention.part.Ring``.
 
-    Args:
-        schedule: what is computed and sent.
-        shape: of all heads; ``head_groups`` of them go through the loop one after the other.
-        tokens: of the rank's queries.
-        key_tokens: of its keys.
-        kernel: what a launch of one group of heads takes; nothing when None, as where it adds up in place.
-        comm_dtype: how keys and values are sent: exact, bfloat16, float8 or int8.
-        gradient_comm_dtype: how dk and dv are sent: exact (float32) or bfloat16.
-        kv_itemsize: bytes of a number of the dk and dv that backward returns; those of ``shape`` when None.
+    ``shape`` is of all heads, run in ``head_groups`` in turn; ``tokens`` and ``key_tokens`` are the rank's. ``kernel``
+    gives a launch's bytes, None if it adds in place. ``kv_itemsize``: bytes of a number in backward's dk and dv, None
+    for those of ``shape``.
     """
 
     schedule: Schedule
@@ -46,10 +40,7 @@ class Part:
 
 
 class Buffer:
-    """Memory for some ranges of an owner's tokens, as long as it has a holder: a loop's variable, or a transfer.
-
-    ``is_sum``: not a message, but the float32 sums of this rank's own results.
-    """
+    """Memory for ranges of an owner's tokens until it has no holder; ``is_sum``: float32 sums of the rank's results."""
 
     __slots__ = "holders", "is_sum", "num_bytes", "ranges"
 
@@ -58,8 +49,6 @@ class Buffer:
 
 
 class Message(NamedTuple):
-    """Message to, or from, a peer."""
-
     peer: int
     buffer: Buffer
 
@@ -73,7 +62,7 @@ class Free(NamedTuple):
 
 
 class Post(NamedTuple):
-    """Start sending and receiving what belongs to one transfer; ``number`` is that of its messages."""
+    """Start one transfer's sends and receives."""
 
     number: int
     sends: tuple[Message, ...]
@@ -81,32 +70,28 @@ class Post(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Wait until all of a transfer has arrived and been sent."""
-
     number: int
 
 
 class Compute(NamedTuple):
-    """The tiles of a hop, or of gathered keys; ``num_bytes`` is what the largest launch takes while it runs."""
+    """The tiles of a hop, or of gathered keys; its largest launch takes ``num_bytes``."""
 
     hop: Hop | Gathered
     num_bytes: int
 
 
 class Launch(NamedTuple):
-    """A launch of a hop, which takes so many bytes while it runs."""
-
     num_bytes: int
 
 
 class Accumulate(NamedTuple):
-    """Add what another rank has sent; merging takes so many bytes meanwhile."""
+    """Add what another rank has sent."""
 
     num_bytes: int
 
 
 class Convert(NamedTuple):
-    """Into the communication dtype or out of it, which takes so many bytes meanwhile."""
+    """Convert into or out of the communication dtype."""
 
     num_bytes: int
 
@@ -129,14 +114,14 @@ class Coming(NamedTuple):
 
 
 class Sum:
-    """Partials that add up in ``buffer`` (``torch.kernels.partials.Partial``): which rows have one already."""
+    """Partials that add up in ``buffer`` (``torch.kernels.partials.Partial``), and rows that have one."""
 
     def __init__(self, shape: Shape, buffer: Buffer) -> None:
         self.buffer, self._shape = buffer, shape
         self._rows: Ranges = ()
 
     def merge(self, start: int, stop: int, *, is_short: bool, partials: int = 1) -> int:
-        """Return the bytes that merging some rows takes."""
+        """Return the bytes for merging some rows."""
         rows, missing = stop - start, size(minus(((start, stop),), self._rows))
         self._rows = union(self._rows, ((start, stop),))
         if missing == rows:
@@ -146,22 +131,20 @@ class Sum:
         return merge_many_bytes(self._shape, rows, partials + 1)
 
     def running(self) -> Iterator[Event]:
-        """Have the sums, for a kernel that adds up in place."""
         return iter(())
 
     def run(self, launch: KernelLaunch, taken: Taken) -> Iterator[Event]:
-        """Run a launch, and add what it returns, if anything."""
+        """Run a launch, and add any result."""
         yield Launch(taken.most)
         merging = self.merge(launch.q0, launch.q1, is_short=taken.is_short)
         if taken.partial:
             yield Accumulate(taken.partial + merging)
 
     def add(self, start: int, stop: int) -> Iterator[Event]:
-        """Add rows that another rank has sent."""
+        """Add received rows."""
         yield Accumulate(self.merge(start, stop, is_short=False))
 
     def finish(self) -> Iterator[Event]:
-        """Write the result; it is there already."""
         return iter(())
 
 

@@ -1,7 +1,7 @@
-"""Time of one attention on a route: compute against links, event by event as the ring runs them.
+"""Time of one attention on a route: compute against links, event by event.
 
-The model knows FLOPs, bytes and their order on a route, but not latency or congestion. It is deterministic, so that all
-ranks choose the same. N ranks, H query heads, G key/value heads, D head size, E value head size.
+The model knows FLOPs, bytes and order, but not latency or congestion. It is deterministic: all ranks choose the same.
+N ranks, H query heads, G key/value heads, D head size, E value head size.
 """
 
 from collections.abc import Iterable, Iterator
@@ -25,7 +25,7 @@ BACKWARD_PRODUCTS: Final = 5  # scores again, and the gradients of weights, quer
 
 @dataclass(frozen=True)
 class Speeds:
-    """Speed of one rank per second: attention FLOPs, and bytes from a rank of its node and from one outside of it."""
+    """One rank's attention FLOP/s, and bytes/s from a rank of its node and from another node."""
 
     flops: float
     intra_node_bytes: float
@@ -37,7 +37,7 @@ class Speeds:
 
 
 class Pass(NamedTuple):
-    """A forward or backward pass as one rank sees it: when it ends, what it computes, and what arrives on its links."""
+    """One rank's pass: its end, computing time, and what arrives on its links."""
 
     seconds: float
     compute_seconds: float
@@ -55,12 +55,11 @@ def forward_pass(
     *,
     comm_dtype: str = "exact",
 ) -> Pass:
-    """Return the forward pass of the rank that takes longest, see ``passes``."""
+    """Return the slowest rank's forward pass, see ``passes``."""
     return slowest(passes(layout, mask, route, shape, speeds, keys, is_backward=False, comm_dtype=comm_dtype))
 
 
 def slowest(each: Iterable[Pass]) -> Pass:
-    """Return the pass that ends last."""
     return max(each, key=lambda one: one.seconds)
 
 
@@ -75,9 +74,9 @@ def passes(
     is_backward: bool,
     comm_dtype: str = "exact",
 ) -> tuple[Pass, ...]:
-    """Time a forward or backward pass on the ranks that may take longest, see ``_slow_ranks``.
+    """Time a pass on the ranks that may take longest, see ``_slow_ranks``.
 
-    With Ulysses groups it is their exchange of tokens for heads, never hidden, plus the pass between groups.
+    Ulysses groups add their exchange of tokens for heads, never hidden.
     """
     keys = keys or layout
     route = Route.parse(route, layout.ranks) if isinstance(route, str) else route
@@ -108,7 +107,7 @@ def passes(
 
 
 def _part(schedule: Schedule, shape: Shape, comm_dtype: str = "exact") -> Part:
-    """Return a rank's part: of gathers one follows the other, so that all but the first travel meanwhile."""
+    """Return a rank's part: gathers follow each other, so that all but the first travel meanwhile."""
     groups = fewest_groups(shape.kv_heads, schedule.blocks) if schedule.gathered else 1
     return Part(schedule, shape, comm_dtype=comm_dtype, head_groups=groups)
 
@@ -116,7 +115,7 @@ def _part(schedule: Schedule, shape: Shape, comm_dtype: str = "exact") -> Part:
 def _slow_ranks(
     layout: Layout, keys: Layout, mask: Mask, route: Route, shape: Shape, speeds: Speeds, *, is_backward: bool
 ) -> tuple[int, ...]:
-    """Return the first rank, the last node's first and the last; those with most work, arrivals, or their sum."""
+    """Return the first, last and last node's first rank, and those with most work, arrivals, or both."""
     found = loads(layout, mask, keys, route)
     token = shape.kv_numbers * shape.itemsize
     arrivals = [(found.blocks, shape.query_bytes if route.passes_queries else token)]
@@ -136,7 +135,7 @@ def _slow_ranks(
 
 
 def _without_members(layout: Layout) -> Layout:
-    """Return a layout with a rank per group if that pads equally: groups of every size then share one schedule."""
+    """Return a layout with a rank per group if that pads equally: groups of all sizes then share a schedule."""
     plain = replace(layout, members=1)
     return plain if plain.padded_length == layout.padded_length else layout
 
@@ -144,7 +143,7 @@ def _without_members(layout: Layout) -> Layout:
 def trade(
     layout: Layout, keys: Layout, shape: Shape, members: int, speeds: Speeds, *, is_backward: bool = False
 ) -> tuple[Pass, Pass]:
-    """Return a Ulysses group's all-to-alls (heads and back) as rank 0 sees them; ``layout``, ``keys`` of all ranks."""
+    """Return a Ulysses group's all-to-alls (heads and back) as rank 0 sees them, for all ranks' layouts."""
     shares = member_heads(shape.heads, shape.kv_heads, members)
     is_shared = members > 1 and shares[0].keys == shares[1].keys
     there, back = _traded_bytes(layout, keys, shape.of(shares[0]), is_backward=is_backward, is_shared=is_shared)
@@ -160,9 +159,9 @@ def _all_to_all(peers: Iterable[int], num_bytes: int, speeds: Speeds) -> Pass:
 
 
 def _traded_bytes(layout: Layout, keys: Layout, mine: Shape, *, is_backward: bool, is_shared: bool) -> tuple[int, int]:
-    """Return bytes from one Ulysses member to another: queries and keys, and results or gradients back.
+    """Return bytes between two Ulysses members: queries and keys, and results or gradients back.
 
-    Gradients of keys that members share are sent unsummed, so in float32.
+    Gradients of shared keys are sent unsummed, so in float32.
     """
     rows = mine.batch * mine.heads
     result = rows * (mine.value_dim * mine.itemsize + mine.sum_itemsize)  # out and lse
@@ -185,7 +184,7 @@ class Stretch(NamedTuple):
 
 
 def timeline(part: Part, speeds: Speeds, *, is_backward: bool = False) -> tuple[Stretch, ...]:
-    """Return what one rank does when, in seconds from the start of the pass, see ``_walk``."""
+    """Return what one rank does when, in seconds from the start of the pass."""
     return tuple(_stretches(part, speeds, _Links(part.schedule.rank, speeds), is_backward=is_backward))
 
 
@@ -216,13 +215,13 @@ def _stretches(part: Part, speeds: Speeds, links: "_Links", *, is_backward: bool
 
 
 def pair_flops(shape: Shape, *, is_backward: bool) -> float:
-    """Return the FLOPs of one allowed (query, key) pair over all heads: 2 per number of a head and matrix product."""
+    """Return the FLOPs of one (query, key) pair over all heads: 2 per number of a head and matrix product."""
     products = BACKWARD_PRODUCTS if is_backward else FORWARD_PRODUCTS
     return products * shape.batch * shape.heads * (shape.head_dim + shape.value_dim)
 
 
 def sent_bytes(layout: Layout, keys: Layout, mask: Mask, route: str | Route, shape: Shape, ranks: Iterable[int]) -> int:
-    """Return the bytes that some ranks send in a forward pass, on a route without groups."""
+    """Return the bytes that some ranks send in forward, on a route without groups."""
     passes = (forward(Part(make_schedule(layout, mask, rank, keys, route), shape)) for rank in ranks)
     posts = (event for each in passes for event in each if isinstance(event, Post))
     return sum(buffer.num_bytes for post in posts for _, buffer in post.sends)
@@ -237,7 +236,7 @@ class _Links:
         self.bytes = {True: 0, False: 0}
 
     def bring(self, peer: int, num_bytes: int, asked: float) -> float:
-        """Return when bytes that are asked for now arrive; the link is busy until then."""
+        """Return when bytes asked for now arrive; the link is busy until then."""
         inside = self._speeds.same_node(self._rank, peer)
         bandwidth = self._speeds.intra_node_bytes if inside else self._speeds.inter_node_bytes
         self.bytes[inside] += num_bytes

@@ -1,4 +1,4 @@
-"""The sizes of one attention, and the bytes that a kernel takes for one launch.
+"""Sizes of one attention, and a kernel's bytes for one launch.
 
 B batch, H query heads, G key/value heads, D head size, E value head size.
 """
@@ -17,7 +17,7 @@ _BFLOAT16: Final = 2
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of one attention that cost time and bytes."""
+    """Sizes of one attention that cost time and bytes."""
 
     batch: int
     heads: int
@@ -28,12 +28,11 @@ class Shape:
 
     @property
     def sum_itemsize(self) -> int:
-        """Bytes of a number of what adds up: log-sum-exps, gradients and partials on their way."""
+        """Bytes of a number in log-sum-exps, gradients and partials."""
         return max(self.itemsize, _FLOAT32)
 
     @property
     def query_numbers(self) -> int:
-        """Numbers in the query of one token."""
         return self.batch * self.heads * self.head_dim
 
     @property
@@ -42,30 +41,26 @@ class Shape:
 
     @property
     def kv_numbers(self) -> int:
-        """Numbers in the key and the value of one token."""
         return self.batch * self.kv_heads * (self.head_dim + self.value_dim)
 
     def of(self, heads: Heads) -> "Shape":
-        """Return the sizes for some of the heads."""
         return replace(
             self, heads=heads.queries.stop - heads.queries.start, kv_heads=heads.keys.stop - heads.keys.start
         )
 
 
 def fewest_groups(num_kv_heads: int, blocks: int) -> int:
-    """Return the fewest groups of heads such that ``blocks`` blocks of one weigh no more than two of all heads."""
+    """Return the fewest head groups such that ``blocks`` blocks of one weigh no more than two of all heads."""
     divisors = (n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0)
     return next((n for n in divisors if blocks <= 2 * n), num_kv_heads)
 
 
 def sent_itemsize(comm_dtype: str, itemsize: int) -> int:
-    """Bytes of a number of keys and values as they are sent, but for the few factors of a scaled block."""
+    """Bytes of a sent key or value number, without a block's few scale factors."""
     return {"exact": itemsize, "bfloat16": _BFLOAT16}.get(comm_dtype, 1)
 
 
 class Taken(NamedTuple):
-    """Bytes that a launch takes."""
-
     most: int
     partial: int
     """What it returns; 0 if it adds up in place."""
@@ -85,7 +80,7 @@ class Kernel(Protocol):
 
 @dataclass(frozen=True)
 class Returning:
-    """A kernel that returns new partials and gradients, in the dtype of its inputs, for the given heads."""
+    """A kernel that returns new partials and gradients, in its inputs' dtype, for the given heads."""
 
     shape: Shape
     group: Callable[[tuple[Tile, ...]], KernelLaunches]
@@ -112,9 +107,6 @@ def merge_bytes(shape: Shape, rows: int, *, converts: bool = False) -> int:
 
 
 def merge_many_bytes(shape: Shape, rows: int, partials: int) -> int:
-    """Count bytes of merging several partials of some rows at once in plain PyTorch.
-
-    A share per partial and the log-sum-exp, the float32 sum, and a float32 copy of one partial.
-    """
+    """Count bytes of merging several partials: shares and log-sum-exp, the float32 sum, a copy of one partial."""
     row = shape.batch * shape.heads * shape.sum_itemsize
     return 0 if partials < 2 else rows * row * (partials + 1 + 2 * shape.value_dim)
