@@ -37,8 +37,8 @@ HABITS = {
     r"\banew\b": (0, "again"),
     r"\b\w+ alone\b": (14, "only"),
     r"\b(nobody|somebody|anybody|whoever|whom)\b": (1, "no rank, another process"),
-    r"\b(so|as) many\b": (22, "N, the number"),
-    r"\bma(k|d)es? of\b": (8, "the result of"),
+    r"\b(so|as) many\b": (18, "N, the number"),
+    r"\bma(k|d)es? of\b": (4, "the result of"),
     r"\bgo(es)? on\b": (1, "continue"),
 }
 LONGEST_NAME = 60  # characters of a test's name

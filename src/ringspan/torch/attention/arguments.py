@@ -19,7 +19,7 @@ _T = TypeVar("_T")
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise UnsupportedError for shapes, dtypes or a device that no kernel computes on."""
+    """Raise UnsupportedError for shapes, dtypes or a device that no kernel serves."""
     check_shapes(q.shape, k.shape, v.shape)
     for name, tensor in (("k", k), ("v", v)):
         if tensor.dtype != q.dtype or tensor.device != q.device:
@@ -44,7 +44,6 @@ def check_plain(name: str, tensor: Any) -> None:
 
 
 def check_heads(q: Tensor, slopes: Tensor | None, sinks: Tensor | None) -> None:
-    """Raise UnsupportedError for slopes and sinks that do not fit the heads."""
     for name, per_head in (("slopes", slopes), ("sinks", sinks)):
         if per_head is None:
             continue
@@ -59,11 +58,7 @@ def check_heads(q: Tensor, slopes: Tensor | None, sinks: Tensor | None) -> None:
 
 
 def check_loss(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None) -> None:
-    """Check a cross-entropy's hidden (T, C), weight (V, C), targets (T,) and bias (V,).
-
-    Raises:
-        UnsupportedError: no plain tensors, or shapes, dtypes or devices that do not fit each other.
-    """
+    """Raise UnsupportedError unless hidden (T, C), weight (V, C), targets (T,) and bias (V,) fit each other."""
     floats = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
     for name, x in (floats | {"targets": targets}).items():
         check_plain(name, x)
@@ -86,16 +81,11 @@ def check_loss(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | N
 
 
 def _is_autocast(x: Tensor) -> bool:
-    """Return whether autocast would compute products of tensors like ``x`` in another dtype."""
     return torch.is_autocast_enabled(x.device.type)
 
 
 def check_differentiation(what: str, *tensors: Tensor | None) -> None:
-    """Raise for forward-mode differentiation, which torch would give zero tangents, and torch.func's transformations.
-
-    Raises:
-        UnsupportedError: naming the kind.
-    """
+    """Raise UnsupportedError for forward-mode differentiation (torch gives zero tangents) and torch.func."""
     for x in tensors:
         if x is None:
             continue
@@ -113,10 +103,10 @@ def check_differentiation(what: str, *tensors: Tensor | None) -> None:
 
 
 def find_group(group: Any) -> dist.ProcessGroup | None:
-    """Return a caller's process group: a 1-D mesh's own, the default for None, None without torch.distributed.
+    """Return a caller's group: a 1-D mesh's own, the default for None, None without torch.distributed.
 
     Raises:
-        UnsupportedError: no group, one without this rank, one that was destroyed, or a mesh of several dimensions.
+        UnsupportedError: no group, one without this rank or destroyed, or a mesh of several dimensions.
         ConfigError: a mesh whose ranks do not ascend.
     """
     if isinstance(group, DeviceMesh):
@@ -143,7 +133,7 @@ def find_group(group: Any) -> dist.ProcessGroup | None:
 
 
 def _alive(ask: Callable[[], _T]) -> _T:
-    """Return what ``ask()`` gives; raise an UnsupportedError if the group is gone, which torch does not say clearly."""
+    """Return ``ask()``; raise UnsupportedError if the group is gone, which torch does not say clearly."""
     try:
         return ask()
     except (KeyError, RuntimeError, ValueError) as error:

@@ -1,6 +1,5 @@
-"""Blocks that ranks exchange, each packed into one buffer so that a hop is one message.
+"""Blocks that ranks exchange, each packed into one buffer: an owner's keys and values, its queries, or their results.
 
-A block is one owner's keys and values (or their gradients), or its queries (or their partials).
 B batch, G key/value heads, D head size, E value head size, n packed tokens.
 """
 
@@ -19,10 +18,7 @@ from ringspan.torch.transport.exchange import TensorSpec
 
 
 class PackedSpec(NamedTuple):
-    """Layout of ranges of keys (B, G, n, D) and values (B, G, n, E) in one flat buffer: k, then v.
-
-    If ``scaled``, coded bytes follow their scale factors.
-    """
+    """Layout of ranges of keys (B, G, n, D), then values (B, G, n, E), after coded bytes' scales, in a flat buffer."""
 
     ranges: Ranges
     batch: int
@@ -37,12 +33,10 @@ class PackedSpec(NamedTuple):
     def of(
         ranges: Ranges, k: Tensor, v: Tensor, dtype: torch.dtype | None = None, scaled: bool = False
     ) -> "PackedSpec":
-        """Return the spec for some ranges of ``k`` and ``v``, in their dtype or another."""
         return PackedSpec(ranges, k.shape[0], k.shape[1], k.shape[-1], v.shape[-1], dtype or k.dtype, k.device, scaled)
 
     @property
     def buffer_spec(self) -> TensorSpec:
-        """Describe the flat buffer."""
         numbers = self.batch * self.heads * size(self.ranges) * (self.k_size + self.v_size)
         if self.scaled:
             return TensorSpec((self._factors + numbers * self.dtype.itemsize,), torch.uint8, self.device)
@@ -53,7 +47,6 @@ class PackedSpec(NamedTuple):
         return 2 * self.batch * self.heads * torch.float32.itemsize if self.scaled else 0
 
     def on(self, buffer: Tensor) -> "Block":
-        """Return the block in ``buffer``."""
         scales = None
         numbers = buffer
         if self.scaled:
@@ -71,13 +64,10 @@ class PackedSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """Ranges of an owner's tokens, concatenated: ``k`` (B, G, n, D) and ``v`` (B, G, n, E).
+    """Ranges of an owner's tokens: k (B, G, n, D), v (B, G, n, E).
 
-    A block of queries has q (B, H, n, D) and an empty v (B, H, n, 0); one of partials out (B, H, n, E), lse (B, H, n,
-    1).
-    ``buffer`` is the flat tensor below a packed block, else None (a rank's own keys and values). ``scales`` (2, B, G,
-    1,
-    1) float32 are the factors of coded k and v, None for plain numbers.
+    A block of queries has q (B, H, n, D) and v (B, H, n, 0); one of partials out (B, H, n, E), lse (B, H, n, 1).
+    ``buffer`` is a packed block's flat tensor. ``scales`` (2, B, G, 1, 1) float32 are factors of coded k and v.
     """
 
     ranges: Ranges
@@ -88,16 +78,14 @@ class Block:
 
     @staticmethod
     def whole(k: Tensor, v: Tensor) -> "Block":
-        """Return a block of a rank's own tokens, without a copy."""
         return Block(((0, k.shape[2]),), k, v)
 
     @property
     def nothing(self) -> "Block":
-        """An empty block of the same heads and sizes."""
         return Block((), self.k[:, :, :0], self.v[:, :, :0])
 
     def pack(self, ranges: Ranges, make: Callable[[TensorSpec], Tensor] = TensorSpec.empty) -> "Block":
-        """Return the block cut to some ranges, in one buffer from ``make``; the block itself if nothing is cut."""
+        """Return the block cut to some ranges, in one buffer from ``make``, or the block itself if nothing is cut."""
         if ranges == self.ranges and self.buffer is not None:
             return self
         spec = PackedSpec.of(ranges, self.k, self.v, scaled=self.scales is not None)
@@ -121,12 +109,11 @@ class Block:
         return other
 
     def rows(self, start: int, stop: int) -> slice:
-        """Return the rows of the owner's tokens [start, stop)."""
         return stored(self.ranges, start, stop)
 
 
 class RunningSum:
-    """Sum of row ranges of a (B, heads, n, size) tensor; the first value of a row is written, not added to zeros."""
+    """Sum of row ranges of a (B, heads, n, size) tensor; a row's first value is written, not added to zeros."""
 
     def __init__(self, into: Tensor) -> None:
         self._into = into
@@ -134,7 +121,7 @@ class RunningSum:
 
     @staticmethod
     def to_be(result: Tensor, dtype: torch.dtype) -> "RunningSum":
-        """Return a sum in ``dtype`` for ``result``, accumulated in place if that has the dtype."""
+        """Return a sum in ``dtype``, in ``result`` itself if that has the dtype."""
         return RunningSum(result if result.dtype == dtype else torch.empty_like(result, dtype=dtype))
 
     def add(self, rows: slice, value: Tensor) -> None:
@@ -172,7 +159,6 @@ class GradientBlock:
 
     @staticmethod
     def in_transit(spec: PackedSpec, make: Callable[[TensorSpec], Tensor] = TensorSpec.empty) -> "GradientBlock":
-        """Return the sums for ranges of another rank's block, in a buffer from ``make``."""
         packed = spec.on(make(spec.buffer_spec))
         return GradientBlock(spec.ranges, RunningSum(packed.k), RunningSum(packed.v), packed.buffer)
 
@@ -181,17 +167,14 @@ class GradientBlock:
         self._dv.add(rows, dv)
 
     def running(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return the sums of rows so far, for a kernel that adds in place."""
         return self._dk.running(rows), self._dv.running(rows)
 
     def add_block(self, block: Block) -> None:
-        """Add what another rank has sent."""
         for start, stop in block.ranges:
             rows = block.rows(start, stop)
             self.add(stored(self.ranges, start, stop), block.k[:, :, rows], block.v[:, :, rows])
 
     def finish(self) -> Block:
-        """Return the sums as a block, 0 where nothing was added."""
         return Block(self.ranges, self._dk.finish(), self._dv.finish(), self._buffer)
 
 
@@ -203,24 +186,19 @@ class PartialBlock:
 
     @staticmethod
     def in_transit(spec: PackedSpec, make: Callable[[TensorSpec], Tensor] = TensorSpec.empty) -> "PartialBlock":
-        """Return the partial of ranges of another rank's queries, in a buffer from ``make``."""
         return PartialBlock(spec.on(make(spec.buffer_spec)))
 
     def add(self, rows: slice, out: Tensor, lse: Tensor) -> None:
-        """Merge a partial of some rows."""
         self._partial.merge(rows, (out, lse))
 
     def add_block(self, block: Block) -> None:
-        """Merge what another rank has sent."""
         for start, stop in block.ranges:
             rows = block.rows(start, stop)
             self.add(self._block.rows(start, stop), block.k[:, :, rows], block.v[:, :, rows].squeeze(-1))
 
     def running(self, rows: slice) -> tuple[Tensor, Tensor]:
-        """Return the running out and lse of some rows, for a kernel that adds in place."""
         return self._partial.running(rows)
 
     def finish(self, sinks: Tensor | None = None) -> Block:
-        """Return the partial as a block, see ``Partial.finish``."""
         self._partial.finish(sinks)
         return self._block

@@ -1,11 +1,9 @@
 """Attention of new tokens to a key/value cache that is split over the ranks of a ring.
 
+Many new tokens are split over the ranks, with the shares as key layout, and queries travel if they are fewer bytes
+(Yang et al. 2024, "Context Parallelism for Scalable Million-Token Inference"). Few are on every rank: each attends to
+its own share, and one collective merges the partials (flash decoding, over devices).
 B batch, H query heads, G key/value heads, n new tokens, D head size, E value head size, N ranks.
-
-Many new tokens are split over the ranks: the ring loop runs with their runs as query layout and the shares as key
-layout, and queries travel if they are fewer bytes (Yang et al. 2024, "Context Parallelism for Scalable Million-Token
-Inference"). Few are on every rank: each attends to its own share, and one collective merges the partials (flash
-decoding, over devices).
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,8 +36,6 @@ _MERGED: Final = {"what": "attention to a cache that is split over the ring"}
 
 @dataclass(frozen=True)
 class Reach:
-    """Keys and masks of layers of one kind in a turn."""
-
     keys: CustomLayout
     masks: tuple[Mask, ...]
     """One per sequence; a single one if all are equal."""
@@ -47,8 +43,6 @@ class Reach:
 
 @dataclass(frozen=True)
 class Turn:
-    """One forward pass of new tokens over a cache."""
-
     group: dist.ProcessGroup | None
     rank: int
     new: CustomLayout
@@ -64,19 +58,18 @@ class Turn:
 
     @cached_property
     def queries(self) -> CustomLayout:
-        """Return the layout of the queries: split like the new keys, or whole on a ring of one."""
+        """Return the queries' layout: split like the new keys, or whole on a ring of one."""
         if self.is_split:
             return self.new
         return CustomLayout.of([[(self.start, self.new.length - self.start)]])
 
     @property
     def positions(self) -> Tensor:
-        """Return the positions that this rank computes, including padding."""
         return torch.from_numpy(self.queries.positions(self.rank if self.is_split else 0))
 
     @cached_property
     def kept(self) -> Tensor:
-        """Return the new tokens that this rank keeps, relative to the first new one."""
+        """Return the new tokens that this rank keeps, counted from the first new one."""
         return torch.from_numpy(self.new.positions(self.rank)) - self.start
 
     @cached_property
@@ -85,7 +78,6 @@ class Turn:
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Make this the current turn."""
         token = _turn.set(self)
         try:
             yield
@@ -95,12 +87,9 @@ class Turn:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, kind: object, scores: Scores, sinks: Tensor | None, kernel: KernelName
     ) -> Tensor:
-        """Attend with this rank's new queries q (B, H, n, D) to all keys so far: (B, H, n, E) in q's dtype.
+        """Attend with new queries q (B, H, n, D) to all keys: (B, H, n, E) in q's dtype.
 
-        k (B, G, M, D) and v (B, G, M, E) are this rank's share of the cache.
-
-        Raises:
-            UnsupportedError: the cache holds what another kind of layer sees.
+        k (B, G, M, D) and v (B, G, M, E) are this rank's share. UnsupportedError if the cache is of another kind.
         """
         if (reach := self.reaches.get(kind)) is None:
             known = ", ".join(map(str, self.reaches))
@@ -138,7 +127,6 @@ class Turn:
     def _ring(
         self, q: Tensor, k: Tensor, v: Tensor, keys: CustomLayout, mask: Mask, scores: Scores, kernel: KernelName
     ) -> Ring:
-        """Return this rank's part in the attention of all heads."""
         spec = AttentionSpec(scale=scores.scale, softcap=scores.softcap, mask=mask.spec, kernel=kernel)
         if not self.is_split:
             mine = CustomLayout("custom", keys.length, 1, parts=(keys.parts[self.rank],))  # pyright: ignore[reportArgumentType]
@@ -155,16 +143,13 @@ _turn: ContextVar[Turn | None] = ContextVar("turn", default=None)
 
 
 def current_turn() -> Turn | None:
-    """Return the current turn; None outside of generation."""
     return _turn.get()
 
 
 def merged(out: Tensor, lse: Tensor, sinks: Tensor | None, group: dist.ProcessGroup | None) -> Tensor:
     """Merge each rank's out (B, H, n, E) and lse (B, H, n) into the attention to all shares.
 
-    ``sum_r w_r out_r`` with ``w_r = exp(lse_r) / (sum_r exp(lse_r) + exp(sink))``, summed in rank order on every rank,
-    so
-    that all have the same bits.
+    ``sum_r w_r out_r`` with ``w_r = exp(lse_r) / (sum_r exp(lse_r) + exp(sink))``, in rank order for equal bits.
     """
     dtype = accumulation_dtype(out.dtype)
     mine = torch.cat((out.to(dtype), lse.to(dtype).unsqueeze(-1)), -1)

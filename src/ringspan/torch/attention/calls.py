@@ -1,4 +1,4 @@
-"""The kernel calls of a pass, worked out once for a schedule: every layer of a step makes the same ones."""
+"""Kernel calls of a pass, cached by schedule: every layer of a step makes the same ones."""
 
 from collections.abc import Hashable
 from typing import Final, NamedTuple
@@ -17,7 +17,7 @@ from ringspan.torch.kernels.device import rules_of
 
 
 class Call(NamedTuple):
-    """A launch, and where its rows and keys, and the sums that it adds to, are stored."""
+    """A launch, and where its rows, keys and sums are stored."""
 
     launch: KernelLaunch
     rows: slice
@@ -33,7 +33,7 @@ _known: Final[WeakKeyDictionary[Schedule, dict[Hashable, tuple[Calls, ...]]]] = 
 
 
 def calls_of(schedule: Schedule, serving: tuple[str, ...], q: Tensor, *, is_backward: bool) -> tuple[Calls, ...]:
-    """Return the calls of each hop, or of the gathered keys, for queries like ``q``, by one of the serving kernels."""
+    """Return the calls of each hop, or of the gathered keys, for queries like ``q``."""
     # All that ``choose`` reads but the tiles.
     able = tuple(kernels.KERNELS[name] for name in serving)
     sizes = q.shape[0], q.shape[1], q.shape[3]
@@ -73,5 +73,5 @@ def _calls(schedule: Schedule, hop: Hop, serving: tuple[str, ...], q: Tensor, *,
 
 
 def _stored(ranges: Ranges | None, start: int, stop: int) -> slice:
-    """Return where tokens [start, stop) lie among packed ranges; at their own place if nothing is packed."""
+    """Return where tokens [start, stop) lie among packed ranges; their own place if nothing is packed."""
     return slice(start, stop) if ranges is None else stored(ranges, start, stop)

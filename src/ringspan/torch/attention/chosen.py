@@ -1,7 +1,7 @@
 """An index's choice of keys, and attention to them, on one device and in chunks of queries.
 
-The choice follows one total order: by score in float32, then the lower position. One integer holds both, so that every
-rank, chunk and recomputation chooses the same keys, also among scores that are equal (ReLU makes many exact zeros).
+The order is total, by float32 score, then lower position, both in one integer, so every rank, chunk and recomputation
+chooses the same keys, even of equal scores (ReLU makes many zeros).
 T queries, n keys in order of position, k chosen keys, H heads, D key size, E value size.
 """
 
@@ -36,21 +36,21 @@ class IndexInputs(NamedTuple):
 
 
 def ordered(scores: Tensor, columns: Tensor) -> Tensor:
-    """Return integers that order scores, and equal ones by descending column: the largest is the first to choose."""
+    """Return integers that order scores, and equal ones by descending column: the largest is chosen first."""
     bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes 0.0, which it equals
     rising = torch.where(bits < 0, bits ^ _LAST, bits).to(torch.int64)
     return rising * (_LAST + 1) + _turned(columns)
 
 
 def _turned(columns: Tensor) -> Tensor:
-    """Return columns such that the lower one is larger, and back."""
+    """Reverse the order of columns; its own inverse."""
     return _LAST - columns
 
 
 def choose(index: IndexInputs, first: Tensor, stop: Tensor) -> Tensor:
     """Return the columns (B, T, k), int32, that each query chooses of the keys [first, stop) (T,); -1 for none.
 
-    A query that sees at most k keys takes all of them. Scores exist for one chunk at a time.
+    Scores exist for one chunk at a time.
     """
     chosen = all_seen(first, stop, index.topk).repeat(len(index.q), 1, 1)
     counts = stop - first
@@ -63,7 +63,7 @@ def choose(index: IndexInputs, first: Tensor, stop: Tensor) -> Tensor:
 
 
 def all_seen(first: Tensor, stop: Tensor, topk: int) -> Tensor:
-    """Return the first ``topk`` columns (1, T, k), int32, of each query's [first, stop); -1 past its last one."""
+    """Return the first ``topk`` columns (1, T, k), int32, of each query's [first, stop); -1 past its last."""
     columns = first[:, None] + torch.arange(topk, dtype=torch.int32, device=first.device)
     return columns.masked_fill_(columns >= stop[:, None], -1)[None]
 
@@ -94,7 +94,7 @@ def _scores(q: Tensor, k: Tensor, weights: Tensor, scale: float) -> Tensor:
 def attend(
     q: Tensor, keys: Tensor, columns: Tensor, values: slice, scale: float, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute attention of q (B, H, T, D) to its chosen columns (B, T, k) of keys (B, n, C), shared by all heads.
+    """Attend from q (B, H, T, D) to its columns (B, T, k) of keys (B, n, C), shared by all heads.
 
     A key is its first D numbers, its value the numbers in ``values``. Returns out (B, H, T, E) in q's dtype and lse
     (B, H, T) in float32, or float64 for float64; 0 and -inf for a query without keys, unless it has a sink.
@@ -116,7 +116,7 @@ def attend(
 def attend_backward(
     dout: Tensor, q: Tensor, keys: Tensor, columns: Tensor, values: slice, scale: float, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return dq like q, and the gradient of keys (B, n, C) summed in lse's dtype."""
+    """Return dq like q, and the gradient of keys (B, n, C) in lse's dtype."""
     dtype, size = lse.dtype, q.shape[-1]
     dq, dkeys = torch.empty_like(q), keys.new_zeros(keys.shape, dtype=dtype)
     for row, rows in _rows(columns, keys):
@@ -135,7 +135,7 @@ def attend_backward(
 
 
 def _chunk(q: Tensor, keys: Tensor, columns: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return scores (c, H, k) and the chosen keys (c, k, C) of a chunk of queries (H, c, D)."""
+    """Return scores (c, H, k) and chosen keys (c, k, C) of queries (H, c, D)."""
     chosen = keys.index_select(0, columns.clamp(min=0).flatten()).view(*columns.shape, -1)
     none = columns < 0
     if bool(none.any()):  # zeros, for a product of a weight of 0 and padding may be NaN

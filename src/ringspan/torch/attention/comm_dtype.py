@@ -1,7 +1,6 @@
-"""Encoding of keys and values for sending: exact, or in fewer bits.
+"""Encoding of keys and values for sending: exact, or in fewer bits; docs/routes.md states the errors.
 
-The owner codes a block once and it is handed on unchanged, so errors do not add up; the owner computes with exact
-values. docs/routes.md states the error of each code.
+The owner codes a block once, so errors do not add up; it computes with exact values.
 """
 
 from dataclasses import replace
@@ -17,7 +16,6 @@ _CODES: Final = {"float8": (torch.float8_e4m3fn, 448.0), "int8": (torch.int8, 12
 
 
 def check_comm_dtype(comm_dtype: str, gradient_comm_dtype: str) -> None:
-    """Raise for an unknown code."""
     find_name("comm_dtype", comm_dtype, COMM_DTYPE_NAMES, UnsupportedError)
     find_name("gradient_comm_dtype", gradient_comm_dtype, GRADIENT_COMM_DTYPE_NAMES, UnsupportedError)
 
@@ -49,7 +47,6 @@ def encode(block: Block, comm_dtype: str) -> Block:
 
 
 def decode(block: Block, dtype: torch.dtype) -> Block:
-    """Decode a received block."""
     if block.scales is None:
         return block.to(dtype)
     k, v = (

@@ -1,7 +1,7 @@
-"""Passes that fetch all keys of their rows at once: nothing is merged between ranks, and a row is computed once.
+"""Passes that fetch all keys of their rows at once: a row is computed once, without merges between ranks.
 
-Groups of heads go one after the other. The keys of the next group travel while this one computes; in backward the
-gradients of a group's keys, in float32 or as ``gradient_comm_dtype`` says, go straight to their owners, which sum them.
+Groups of heads run in turn: the next group's keys travel while this one computes; in backward a group's key gradients
+go straight to their owners, in float32 or as ``gradient_comm_dtype`` says.
 B batch, H query heads, G key/value heads, T local tokens, n gathered keys, D head size, E value head size.
 """
 
@@ -38,7 +38,6 @@ Keys = tuple[Tensor, Tensor]
 def forward(
     ring: Ring, plan: Gathered, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``ring.forward`` on gathered keys."""
     out = empty_like(q, v.shape[-1])
     lse = torch.empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype), device=q.device)
     serving = kernels.serving(ring.spec.kernel, q, v, ring.scores)
@@ -66,7 +65,6 @@ def backward(
     *,
     kv_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute ``ring.backward`` on gathered keys."""
     dq, dk, dv = empty_like(q), *(empty_like(x, dtype=kv_dtype) for x in (k, v))
     dtype = accumulation_dtype(q.dtype)
     serving = kernels.serving(ring.spec.kernel, q, v, ring.scores)
@@ -114,7 +112,7 @@ def _groups(ring: Ring, plan: Gathered, q: Tensor, k: Tensor, v: Tensor) -> Iter
 
 
 def _fetch(ring: Ring, number: int, own: Block) -> list[Coming]:
-    """Start to send this rank's keys of a group to all that need them, and to receive theirs."""
+    """Start exchanging a group's keys."""
     hops, comm_dtype = ring.schedule.hops, ring.spec.comm_dtype
     dtype, is_scaled = sent_as(comm_dtype, own.k.dtype)
     wanted = [(send.peer, send.ranges) for _, send in hops[0].sends if send.ranges]
@@ -145,7 +143,7 @@ def _place(plan: Gathered, owner: int, block: Block, keys: Tensor, values: Tenso
 
 
 def _give_back(ring: Ring, plan: Gathered, number: int, total: Block, local: GradientBlock) -> list[Coming]:
-    """Add this rank's own gradients of gathered keys to ``local``, and start to send the others' to their owners."""
+    """Add this rank's own gradients of gathered keys to ``local``, and start sending the others'."""
     hops, dtype = ring.schedule.hops, ring.gradient_dtype(total.k.dtype)
     for piece in plan.of(ring.schedule.rank):
         _, start, stop, _ = piece

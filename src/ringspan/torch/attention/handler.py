@@ -1,4 +1,4 @@
-"""Interception of the operator's forward pass: checkpointing keeps results and returns them again."""
+"""Interception of the operator's forward pass, so that checkpointing keeps results."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,7 +17,7 @@ _current: Final[ContextVar[Handler | None]] = ContextVar("handler", default=None
 
 @contextmanager
 def handling(handler: Handler) -> Iterator[None]:
-    """Let ``handler(compute)`` give the operator's results in this thread, by calling ``compute()`` or otherwise."""
+    """Let ``handler(compute)`` give the operator's results in this thread."""
     before = _current.set(handler)
     try:
         yield
@@ -26,6 +26,5 @@ def handling(handler: Handler) -> Iterator[None]:
 
 
 def handled(compute: Callable[[], _Results]) -> _Results:
-    """Return the results of ``compute``, or of the handler around it."""
     handler = _current.get()
     return compute() if handler is None else cast("_Results", handler(compute))

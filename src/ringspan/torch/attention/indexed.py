@@ -1,8 +1,7 @@
-"""Attention to the keys that an index chooses, of a sequence that is split over a ring: gather, choose, attend.
+"""Attention to the keys that an index chooses, of a sequence split over a ring: gather, choose, attend.
 
-Each rank fetches what its tokens can see: first the index keys, then the keys of attention, which travel while the
-index computes. In backward it fetches the latter again, and the gradients of gathered keys, in float32, go straight to
-their owners, which sum them. No gradient reaches the index.
+Each rank fetches what its tokens can see: the index keys, then, while the index computes, the keys of attention. In
+backward it fetches the latter again, and float32 gradients go straight to their owners. No gradient reaches the index.
 B batch, T local tokens, n gathered keys in order of position, k chosen keys, H query heads, C numbers of a key.
 """
 
@@ -49,10 +48,9 @@ def indexed_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute attention of local queries to chosen keys of all ranks; differentiable by q, kv and sinks; collective.
 
-    q is (B, H, T, D), kv (B, T, C) of all heads: a key is the first D numbers, its value in ``values``. Give an
-    ``index`` of the local tokens, or what it has ``chosen`` for the same sequences; the rest is as of
-    ``ring_attention``, with a mask that is causal or of documents. Returns out (B, H, T, E) in q's dtype, and the
-    global positions of each query's keys (B, T, k), int32, -1 for none.
+    q (B, H, T, D), kv (B, T, C) of all heads: a key is the first D numbers, its value in ``values``. Give an ``index``
+    or what it has ``chosen`` for the same sequences; masks are causal or of documents. Returns out (B, H, T, E) in q's
+    dtype, and global positions of each query's keys (B, T, k), int32, -1 for none.
 
     Raises:
         UnsupportedError, LayoutError, PeerMismatch: as ``ring_attention``.
@@ -105,7 +103,7 @@ def forward(
     chosen: Tensor | None,
     values: slice,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return out, lse and what is chosen here: nothing where ``chosen`` is given."""
+    """Return out, lse and what is chosen here: nothing if ``chosen`` is given."""
     held = _held_by(ring, q)
     columns = index_keys = None
     if chosen is not None:
@@ -125,7 +123,6 @@ def forward(
 def backward(
     ring: Ring, dout: Tensor, q: Tensor, kv: Tensor, chosen: Tensor, values: slice, out: Tensor, lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return dq and dkv."""
     held = _held_by(ring, q)
     keys = _laid_out(ring, held, kv, _fetch(ring, kv, INDEX_MESSAGE))
     dq, dkeys = attend_backward(dout, q, keys, held.columns(chosen), values, ring.spec.scale, out, lse)
@@ -188,8 +185,6 @@ _backward.register_autograd(op.refuse_again)
 
 
 class _Held(NamedTuple):
-    """Gathered keys of one rank, in order of position."""
-
     positions: Tensor
     """Increasing, int32 (n,)."""
     columns_of: dict[int, Tensor]
@@ -235,7 +230,7 @@ def _held(schedule: Schedule, layout: Layout, mask: str, device: torch.device) -
 
 
 def _fetch(ring: Ring, own: Tensor, message: int) -> tuple[Transfer, list[PendingReceive]]:
-    """Start to send this rank's tokens (B, T, C) to all that need them, and to receive theirs."""
+    """Start exchanging tokens (B, T, C)."""
     hops = ring.schedule.hops
     wanted = [(send.peer, send.ranges) for _, send in hops[0].sends if send.ranges]
     packed: dict[Ranges, Tensor] = {}
@@ -252,7 +247,7 @@ def _spec(like: Tensor, ranges: Ranges) -> TensorSpec:
 
 
 def _laid_out(ring: Ring, held: _Held, own: Tensor, coming: tuple[Transfer, list[PendingReceive]]) -> Tensor:
-    """Wait for the other ranks' tokens, and return all (B, n, C) in order of position."""
+    """Wait for the other ranks' tokens; return all (B, n, C) in order of position."""
     transfer, pending = coming
     keys = own.new_empty(len(own), len(held.positions), own.shape[-1])
     keys.index_copy_(1, held.columns_of[ring.schedule.rank], own)
@@ -264,7 +259,7 @@ def _laid_out(ring: Ring, held: _Held, own: Tensor, coming: tuple[Transfer, list
 
 
 def _given_back(ring: Ring, held: _Held, dkeys: Tensor) -> Tensor:
-    """Send the gradients (B, n, C) of other ranks' tokens to them, and return the sum of this rank's (B, T, C)."""
+    """Send the gradients (B, n, C) of other ranks' tokens to them; return the sum of this rank's (B, T, C)."""
     sends: list[tuple[int, Tensor]] = []
     receives: list[tuple[int, TensorSpec]] = []
     returned: list[Ranges] = []

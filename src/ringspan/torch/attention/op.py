@@ -1,7 +1,7 @@
 """The public exact attention of a sequence that is split over a ring, as a custom operator.
 
-Being an operator, it traces under FakeTensor and torch.compile without communicating, and activation checkpointing can
-name it to keep its result. B batch, H query heads, G key/value heads, T local tokens, D head size, E value head size.
+So FakeTensor and torch.compile trace it without communication, and activation checkpointing can keep its result by
+name. B batch, H query heads, G key/value heads, T local tokens, D head size, E value head size.
 """
 
 from dataclasses import replace
@@ -65,26 +65,23 @@ def ring_attention(
         q: local queries (B, H, T, D), in the order of the layout. float32, float64 or bfloat16; float16 on CUDA.
         k: local keys (B, G, T', D), G dividing H; they travel unrepeated.
         v: local values (B, G, T', E).
-        mask: which pairs of global positions are allowed; causal when None. Text is read by ``Mask.parse``.
-        layout: how positions are split over the ring. A name means that the sequence is N x T tokens long; pass a
-            ``Layout`` when its end is padding that no query may see.
-        key_layout: of the keys, if they are another sequence (cross-attention); default: the queries'.
-        group: the ring, or a mesh of that one dimension; the default group when None, a single rank when
-            torch.distributed is not initialised.
+        mask: allowed pairs of global positions; causal when None. Text is read by ``Mask.parse``.
+        layout: how positions are split. A name means N x T tokens; pass a ``Layout`` for padding at the end.
+        key_layout: of another sequence's keys (cross-attention); default: the queries'.
+        group: the ring, or a mesh of that one dimension; default: the default group, or a single rank without
+            torch.distributed.
         scale: factor on the scores; ``D ** -0.5`` when None.
         softcap: c > 0 turns a scaled score s into ``c tanh(s / c)`` (Gemma 2).
-        slopes: ALiBi, one per query head (H,), float32: ``slope_h |p - p'|`` of the global positions is subtracted from
-            a score (Press et al. 2022). Not differentiated.
-        sinks: one logit per query head (H,) that takes its share of every row's softmax and has no value (gpt-oss). Its
-            gradient covers the local rows; sum it over the ranks as for any parameter.
-        route: the communication pattern, see ``ringspan.core.schedule.route``: ring, bidirectional, double-ring:I,
-            all-gather, pass-q, ulysses, ulysses:U; the result is the same. ``auto`` takes the quickest by the model of
-            ``ringspan.core.schedule.choice`` and logs why.
-        comm_dtype: the dtype of keys and values in messages, see ``ringspan.torch.attention.comm_dtype``: exact,
-            bfloat16, float8 or int8.
-        gradient_comm_dtype: the dtype of dk and dv in messages: exact (float32) or bfloat16.
-        kernel: what computes on the local device, see ``ringspan.torch.kernels``: cudnn, flash, flash2, flash3, flash4,
-            cpu, eager, or ``auto``, the fastest that serves. One that cannot serve is refused.
+        slopes: ALiBi (Press et al. 2022): ``slope_h |p - p'|`` of the global positions is subtracted from a score.
+            (H,), float32, not differentiated.
+        sinks: logits (H,) without value that take their share of every row's softmax (gpt-oss). Their gradient covers
+            the local rows; sum it over the ranks as for any parameter.
+        route: ring, bidirectional, double-ring:I, all-gather, pass-q, ulysses or ulysses:U (``core.schedule.route``);
+            the result is the same. ``auto`` takes the quickest by ``core.schedule.choice`` and logs why.
+        comm_dtype: of keys and values in messages: exact, bfloat16, float8 or int8 (``torch.attention.comm_dtype``).
+        gradient_comm_dtype: of dk and dv in messages: exact (float32) or bfloat16.
+        kernel: cudnn, flash, flash2, flash3, flash4, cpu, eager (``torch.kernels``), or ``auto``, the fastest that
+            serves. One that cannot serve raises.
 
     Returns:
         The local part of the result (B, H, T, E), in q's dtype, or autocast's.
@@ -157,7 +154,6 @@ def _backward(
 
 
 def fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    """Return results of the right shapes, dtypes and strides."""
     lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
     return empty_like(q, v.shape[-1]), lse
 
@@ -189,7 +185,6 @@ def _differentiate(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]
 
 
 def refuse_again(ctx: Any, *gradients: Tensor) -> Never:
-    """Refuse second derivatives."""
     raise UnsupportedError("ring_attention is differentiated once; its gradient has no backward pass of its own")
 
 
@@ -198,7 +193,7 @@ _backward.register_autograd(refuse_again)
 
 
 def group_of(name: str) -> dist.ProcessGroup | None:
-    """Return the group by name, None for an empty one: an operator takes only plain values."""
+    """Return a group by name, None for an empty one: an operator takes only plain values."""
     return c10d._resolve_process_group(name) if name else None  # pyright: ignore
 
 
@@ -245,7 +240,7 @@ def assemble(
     *,
     is_backward: bool,
 ) -> tuple[Ring, Ulysses | None]:
-    """Return the ring of one rank and, if the route has groups, its trade within them."""
+    """Return one rank's ring and, if the route has groups, its trade within them."""
     route = Route.parse(spec.route, ranks)
     if is_backward:
         route = route.backward

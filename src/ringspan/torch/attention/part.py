@@ -1,4 +1,4 @@
-"""Parts that the passes of an attention share: one rank's part, its messages, and its launches.
+"""One rank's part in the passes of an attention: its messages and launches.
 
 B batch, H query heads, G key/value heads, T local tokens, D head size, E value head size.
 """
@@ -26,12 +26,12 @@ from ringspan.torch.transport.protocol import Transport
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which partials and gradients add up: float32, or float64 for float64 inputs."""
+    """Return the dtype of partial and gradient sums: float32, or float64 for float64 inputs."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def empty_like(x: Tensor, size: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Allocate a result like ``x``: in rows, which in-place kernels need, and in x's dimension order if possible."""
+    """Allocate a result like ``x``: in rows, for in-place kernels, and in x's dimension order if possible."""
     size = x.shape[-1] if size is None else size
     if size == x.shape[-1] and is_in_rows(x):
         return torch.empty_like(x, dtype=dtype)
@@ -40,11 +40,7 @@ def empty_like(x: Tensor, size: int | None = None, dtype: torch.dtype | None = N
 
 @dataclass(frozen=True)
 class Ring:
-    """One rank's part in an attention: schedule, communication, scores and number of heads at a time.
-
-    ``positions`` are each rank's query and key positions, where ``scores`` needs them; ``spec`` is of the whole
-    attention.
-    """
+    """One rank's part in an attention, of spec ``spec``; ``positions`` are each rank's of queries and of keys."""
 
     schedule: Schedule
     exchange: Transport
@@ -54,7 +50,7 @@ class Ring:
     positions: tuple[Callable[[int], Tensor], Callable[[int], Tensor]] | None = None
 
     def heads(self, q: Tensor, k: Tensor) -> Iterator[tuple[int, slice, slice]]:
-        """Yield the number, query heads and key/value heads of each group; queries stay with their key/value head."""
+        """Yield each group's number, query heads and key/value heads; queries stay with their key/value head."""
         for number in range(self.head_groups):
             heads, kv_heads = (
                 slice(x.shape[1] * number // self.head_groups, x.shape[1] * (number + 1) // self.head_groups)
@@ -63,7 +59,6 @@ class Ring:
             yield number, heads, kv_heads
 
     def scores_of(self, launch: KernelLaunch, owner: int, heads: slice) -> Scores:
-        """Return the scores of a launch."""
         if self.positions is None:
             return self.scores
         queries, keys = self.positions
@@ -78,7 +73,7 @@ class Ring:
 
     @cached_property
     def _gathered_positions(self) -> Tensor:
-        """Positions of gathered keys, made once for all launches of a pass."""
+        """Positions of gathered keys, made once for a pass."""
         assert self.positions is not None and self.schedule.gathered is not None
         _, keys = self.positions
         pieces = self.schedule.gathered.pieces
@@ -105,14 +100,13 @@ def num_head_groups(q: Tensor, k: Tensor, schedule: Schedule, blocks: int = 2) -
 
 
 class Coming(NamedTuple):
-    """A transfer, and the block that it brings to this rank, if any."""
+    """A transfer, and the block that it brings, if any."""
 
     spec: PackedSpec
     transfer: Transfer
     receive: PendingReceive | None
 
     def wait(self) -> Block | None:
-        """Wait for the whole transfer and return the block."""
         self.transfer.wait()
         return None if self.receive is None else self.spec.on(self.receive.read())
 
@@ -139,7 +133,6 @@ def run_forward(
     keys: tuple[Tensor, Tensor],
     total: PartialBlock,
 ) -> None:
-    """Add the partials of some launches to a total."""
     kernel, launches = calls
     for launch, rows, columns, sums in launches:
         here, there = queries[:, :, rows], (keys[0][:, :, columns], keys[1][:, :, columns])
@@ -161,7 +154,7 @@ def run_backward(
     dq: RunningSum,
     total: GradientBlock,
 ) -> None:
-    """Add the gradients of some launches to dq and to a total of dk and dv; ``queries`` are dout, q, out and lse."""
+    """Add the gradients of launches to dq and to dk and dv; ``queries`` are dout, q, out and lse."""
     kernel, launches = calls
     dout, q, out, lse = queries
     for launch, rows, columns, sums in launches:
@@ -188,7 +181,6 @@ def sink_gradient(dout: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tens
 
 
 def collect(coming: list[Coming], total: GradientBlock | PartialBlock) -> None:
-    """Wait for gradients or partials from other ranks and add them."""
     while coming:
         if (block := coming.pop(0).wait()) is not None:
             total.add_block(block)

@@ -1,4 +1,4 @@
-"""Arguments of ``ring_attention``, checked before anything moves."""
+"""Checked arguments of ``ring_attention``."""
 
 import logging
 import os
@@ -55,11 +55,7 @@ class Request(NamedTuple):
 
 
 def checked(asked: Request) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
-    """Return the operator's tensors and spec.
-
-    Raises:
-        UnsupportedError, LayoutError: as ``ring_attention``.
-    """
+    """Return the operator's tensors and spec; raise as ``ring_attention``."""
     for name, tensor in (("q", asked.q), ("k", asked.k), ("v", asked.v)):
         check_plain(name, tensor)
     q, k, v = in_autocast(asked.q, asked.k, asked.v)
@@ -120,7 +116,6 @@ def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _choose(layout: Layout, keys: Layout, mask: Mask, q: Tensor, k: Tensor, v: Tensor, comm_dtype: str) -> str:
-    """Choose the route for ``auto``."""
     speeds = Speeds(*rules_of(q.device).assumed_speeds, _ranks_per_node(layout.ranks))
     shape = Shape(len(q), q.shape[1], k.shape[1], k.shape[-1], v.shape[-1], k.dtype.itemsize)
     choice = choose_route(layout, mask, shape, speeds, keys, comm_dtype=comm_dtype)

@@ -1,9 +1,8 @@
-"""The ring loop; the schedule supplies layouts, masks and routes as data. Gathered passes have no hops (``gathered``).
+"""The ring loop over a schedule's hops, or ``gathered`` passes.
 
-Each hop posts the exchange of the next blocks, then computes on the current one. Blocks are keys and values, or on
-the route ``pass-q`` queries, whose partials go to the owner at once. On the route ``ring`` a rank holds at most two
-foreign key/value blocks and a copy of what it sends, and in backward two gradient blocks, each for one head group at a
-time, so that a group's last gradients travel while the next group computes.
+Each hop posts the exchange of the next blocks, then computes. Blocks are keys and values, or on ``pass-q`` queries,
+whose partials go to the owner at once. On ``ring`` a rank holds at most two foreign key/value blocks and a copy of what
+it sends, in backward also two gradient blocks, of one head group: a group's last gradients travel during the next one.
 B batch, H query heads, G key/value heads, T local tokens, D head size, E value head size.
 """
 
@@ -38,7 +37,7 @@ from ringspan.torch.transport.exchange import COUNTERS, HopRecord
 
 
 def hops_and_blocks(ring: Ring, number: int, own: Block) -> Iterator[tuple[Hop, Block]]:
-    """Yield each hop that does something with its block, while the following blocks are in transit."""
+    """Yield each active hop with its block, while the following blocks are in transit."""
     hops, comm_dtype = ring.schedule.hops, ring.spec.comm_dtype
     dtype, is_scaled = sent_as(comm_dtype, own.k.dtype)
     under_way: dict[int, Coming] = {}
@@ -80,8 +79,7 @@ def hops_and_blocks(ring: Ring, number: int, own: Block) -> Iterator[tuple[Hop, 
 def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Compute the local rows of ``softmax(scale q k^T where allowed) v`` over all keys of the ring.
 
-    q (B, H, T, D), k (B, G, T', D), v (B, G, T', E), sinks (H,) -> out (B, H, T, E) in q's dtype, lse (B, H, T)
-    float32.
+    q (B, H, T, D), k (B, G, T', D), v (B, G, T', E), sinks (H,) -> out (B, H, T, E) like q, lse (B, H, T) float32.
     """
     if ring.schedule.gathered is not None:
         return gathered.forward(ring, ring.schedule.gathered, q, k, v, sinks)

@@ -1,7 +1,6 @@
-"""Non-tensor arguments of an attention, as the text argument of the operator.
+"""Non-tensor arguments of an attention, as one text argument of the operator: torch traces it as a constant.
 
-torch operators take plain values; text is one, traces as a constant and is parsed once per value. It holds padding
-instead of lengths, which would make every length another constant.
+It holds padding instead of lengths, which would make every length another constant.
 """
 
 from dataclasses import dataclass, fields
@@ -16,10 +15,7 @@ _NUMBERS: Final = {"scale": float, "softcap": float, "padding": int, "key_paddin
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """Attention on the ring but for tensors, slopes and sinks; ``ring_attention`` explains and checks the fields.
-
-    ``AttentionSpec.parse`` reads ``str(spec)`` back; equal specs have equal text.
-    """
+    """Arguments that ``ring_attention`` explains and checks; ``parse`` reads ``str(spec)``, equal for equal specs."""
 
     scale: float
     softcap: float = 0.0
@@ -54,7 +50,6 @@ class AttentionSpec:
     @staticmethod
     @lru_cache(maxsize=256)
     def parse(text: str) -> "AttentionSpec":
-        """Parse the text of ``str``."""
         # No value but the last one, the group's name, has blanks.
         parts = (part.partition("=") for part in text.split(" ", len(fields(AttentionSpec)) - 1))
         return AttentionSpec(**{name: _NUMBERS.get(name, str)(value) for name, _, value in parts})
@@ -70,6 +65,6 @@ class AttentionSpec:
 
 
 def padding_of(layout: Layout) -> int:
-    """Return the number of non-token positions at the end of a layout's padded sequence."""
+    """Return the number of padding positions."""
     # Asked this way, a compiled graph is for all lengths without padding, and not for one.
     return 0 if layout.length % layout.granularity == 0 else layout.padded_length - layout.length

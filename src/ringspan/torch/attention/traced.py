@@ -1,7 +1,7 @@
 """A layer's attention as one operator, for layers under torch.compile.
 
-``ring_attention`` puts lengths, masks and routes into its operator's text: constants to a program. Here that happens
-when the operator runs, so that one program serves sequences and packed documents of any length.
+``ring_attention``'s operator takes lengths, masks and routes as text, constants to a program. This one finds them when
+it runs, so that one program serves sequences and packed documents of any length.
 B batch, H query heads, T local tokens, D head dim.
 """
 
@@ -42,16 +42,9 @@ def layer_attention(
     comm_dtype: CommDtypeName,
     kernel: KernelName,
 ) -> Tensor:
-    """Compute ``ring_attention`` with each sequence's mask from ``mask_of``.
+    """Compute ``ring_attention`` of q, k, v (B, H, T, D) with each sequence's mask from ``mask_of``; raise as it does.
 
-    Args:
-        q, k, v: as of ``ring_attention``, (B, H, T, D).
-        lengths: document lengths (B, most documents), 0 after the last one; None if each sequence is one document.
-        window, chunk: as of ``mask_of``.
-        layout, group, scale, softcap, sinks, route, comm_dtype, kernel: as of ``ring_attention``.
-
-    Raises:
-        UnsupportedError, LayoutError, PeerMismatch: as ``ring_attention``, when the operator runs.
+    ``lengths`` are document lengths (B, most documents), 0 after the last one; None if sequences are one document.
     """
     q, k, v = in_autocast(q, k, v)
     asked = AttentionSpec(
@@ -75,14 +68,10 @@ def mask_of(
     chunk: int | None,
     blocks: tuple[tuple[int, int], ...] = (),
 ) -> Mask:
-    """Return the mask of a sequence.
+    """Return the mask of a sequence: one document of ``length`` tokens, or ``lengths``, which do not see each other.
 
-    Args:
-        length: of a sequence that is one document.
-        lengths: of its documents, which do not see each other.
-        window: number of keys that a query sees, ending at its own; all when None.
-        chunk: tokens of a document piece that no query sees beyond; the whole document when None.
-        blocks: runs [start, stop) of tokens, each in one document, that see the later ones of their run too.
+    Queries see the last ``window`` keys, within a ``chunk`` of their document, all when None; in ``blocks``, runs
+    [start, stop) of tokens of one document, also later ones.
     """
     if blocks:
         assert chunk is None, "no model has both"
@@ -184,7 +173,7 @@ def _attentions(
 
 
 def _joined(parts: list[tuple[slice, tuple[Tensor, ...]]], whole: Any) -> Any:
-    """Join the results of groups of sequences, with the strides that a program expects."""
+    """Join results of groups of sequences, with the strides that a program expects."""
     for rows, part in parts:
         for each, of_all in zip(part, whole, strict=True):
             of_all[rows] = each

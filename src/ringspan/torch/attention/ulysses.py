@@ -49,7 +49,7 @@ class Ulysses:
     def forward(
         self, ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Run ``ring.forward`` on this member's heads; results as they came, (B, H, T, ...)."""
+        """Run ``ring.forward`` on this member's heads; results (B, H, T, ...) of its tokens."""
         q_, k_, v_ = self._to_heads(self._queries(q), self._keys(k), self._keys(v))
         out, lse = rings.forward(ring, q_, k_, v_, None if sinks is None else sinks[self.mine.queries])
         # out and lse are traded together: one round of messages, not two.
@@ -82,7 +82,7 @@ class Ulysses:
         return [member for member in range(len(self.shares)) if member != self.member]
 
     def _to_heads(self, *trades: _Trade) -> list[Tensor]:
-        """Trade (B, heads, T, size) of local tokens for (B, my heads, U T, size) of the group's."""
+        """Trade (B, heads, T, size) of local tokens for (B, my heads, U T, size)."""
         mine = [tensor[:, heads[self.member]] for tensor, heads, _ in trades]
         received = self._trade(
             {other: [(tensor[:, heads[other]],) for tensor, heads, _ in trades] for other in self._others()},
@@ -100,7 +100,7 @@ class Ulysses:
     def _trade(
         self, sends: dict[int, list[_Pieces]], receives: dict[int, list[TensorSpec]], message: int
     ) -> dict[int, list[Tensor]]:
-        """Send each member some tensors and return what each has sent, a message for each: NCCL starts few at once."""
+        """Send and receive tensors, one message per member: NCCL starts few at once."""
         packed = [(member, _packed(parts)) for member, parts in sends.items()]
         expected = [
             (member, TensorSpec((sum(spec.nbytes for spec in specs),), torch.uint8, specs[0].device))
@@ -154,7 +154,7 @@ def _spec(pieces: _Pieces) -> TensorSpec:
 
 
 def _unpacked(buffer: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
-    """Return the tensors in a buffer: the widest numbers come first, so that all lie at multiples of their size."""
+    """Return the tensors in a buffer: the widest numbers come first, so that all are aligned."""
     found: dict[int, Tensor] = {}
     start = 0
     for number in sorted(range(len(specs)), key=lambda number: -specs[number].dtype.itemsize):
@@ -164,12 +164,10 @@ def _unpacked(buffer: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
 
 
 def _place(group: Tensor, part: Tensor, places: Sequence[slice]) -> None:
-    """Write one member's tokens to their places in its group's storage."""
     each = part.shape[2] // len(places)
     for number, place in enumerate(places):
         group[:, :, place] = part[:, :, number * each : (number + 1) * each]
 
 
 def _pieces(group: Tensor, places: Sequence[slice]) -> _Pieces:
-    """Return one member's tokens in its group's storage."""
     return tuple(group[:, :, place] for place in places)

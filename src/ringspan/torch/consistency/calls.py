@@ -37,13 +37,10 @@ _REMEDIES: Final = {
 class Call:
     """One rank's part of a collective call.
 
-    Args:
-        name: user-facing name.
-        alike: facts that must be equal on all ranks, by name.
-        alike_in_ring: facts that must be equal within a ring.
-        targets: local number, to be summed over all ranks.
-        error: this rank's error, which all ranks then raise.
-        said: words that may differ between ranks, for ``hear_all``.
+    alike: facts that must be equal on all ranks, and ``alike_in_ring`` in a ring, by name.
+    targets: local number, to be summed over all ranks.
+    error: this rank's error, which all ranks then raise.
+    said: words that may differ between ranks, for ``hear_all``.
     """
 
     name: str
@@ -67,7 +64,7 @@ def preparing(mesh: DeviceMesh, name: str, *, between_replicas: bool = True) -> 
 
 @dataclass
 class Facts:
-    """Facts that a rank brings to a call, as in ``Call``; ``targets`` is the sum over all ranks once they have met."""
+    """Facts that a rank brings to a call, as in ``Call``; ``targets`` becomes the sum over all ranks."""
 
     alike: Mapping[str, Any] = field(default_factory=dict)
     alike_in_ring: Mapping[str, Any] = field(default_factory=dict)
@@ -98,7 +95,7 @@ def exchanging() -> Iterator[None]:
 
 @torch.compiler.disable()
 def check_call(mesh: DeviceMesh, call: Call, *, between_replicas: bool = True) -> int:
-    """Check that all ranks make the same call and return the sum of their targets; or only one replica's ranks.
+    """Check that all ranks (or one replica's) make the same call; return the sum of their targets.
 
     Raises:
         PeerMismatch: they do not: on every rank, naming what differs and which rank has what.

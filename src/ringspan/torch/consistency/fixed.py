@@ -1,7 +1,6 @@
 """Refusal of changes to a model whose weights are split over ranks.
 
-FSDP2 only handles the parameters that it found: a later one is neither split nor reduced, and a changed dtype no longer
-fits the shards.
+FSDP2 neither splits nor reduces later parameters, and a changed dtype no longer fits the shards.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -32,7 +31,6 @@ def structure_of(model: nn.Module) -> Structure:
 
 
 def known_parameters(model: RingModel) -> list[nn.Parameter]:
-    """Return a model's parameters in the order of ``parallelize``, each once."""
     found = (module._parameters[name] for module, names in model.ring_structure.items() for name in names)
     return [*dict.fromkeys(parameter for parameter in found if parameter is not None)]
 
@@ -84,7 +82,7 @@ def note_data(model: nn.Module) -> None:
 
 
 def note_buffers(model: Any, layers: Iterable[nn.Module]) -> None:
-    """Remember the layers' buffers for ``keeping_buffers``. Most have none."""
+    """Remember the layers' buffers for ``keeping_buffers``."""
     paths = {module: path for path, module in model.named_modules()}
     parts = (part for layer in layers for part in layer.modules())
     model.ring_buffers = [(f"{paths[part]}.{name}", part, name) for part in parts for name in part._buffers]

@@ -66,11 +66,9 @@ def agreeing(model: RingModel, arguments: dict[str, Any]) -> AbstractContextMana
 def check_forward(
     model: RingModel, bind: Callable[[], BoundArguments], check_others: Callable[[dict[str, Any]], Any], name: str
 ) -> dict[str, Any]:
-    """Return a forward pass's arguments, completed by the batch's targets and length.
+    """Return a pass's arguments, bound by ``bind`` and checked, with the batch's targets and length.
 
-    ``bind`` names the arguments, ``check_others`` checks those that ``forward`` does not name. ``name`` is the pass's
-    name
-    in errors and must be equal on all ranks.
+    ``check_others`` checks arguments that ``forward`` does not name. ``name``, of the pass, must be equal on all ranks.
 
     Raises:
         PeerMismatch: the ranks were given different things; on every rank.
@@ -146,7 +144,6 @@ def _facts_of_ring(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _whole_number(number: Any) -> int:
-    """Convert ``num_items_in_batch``, of any library, to a whole number."""
     if isinstance(number, Tensor) and number.numel() == 1:
         number = number.item()
     return integer(number, "num_items_in_batch", UnsupportedError, at_least=0)
@@ -196,8 +193,7 @@ def _check_layout(
 ) -> None:
     """Check that the batch was split by the model's layout; another one would be silently wrong.
 
-    Positions within documents of the ``counted`` lengths (None: whole rows) may fit two layouts; the digest of
-    ``shard_batch`` decides, if there is one.
+    Positions in documents (``counted`` lengths; None: whole rows) may fit two layouts; the batch's digest decides.
     """
     layout = split.shared
     name = "balanced" if layout.name == "custom" else layout.name

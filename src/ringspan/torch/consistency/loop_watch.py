@@ -1,8 +1,8 @@
 """A user's own loop in which a rank ends, dies or stays away while others wait: who is missing.
 
-Without a watchdog, a wait ends as torch ends it; ranks whose exchange failed then leave a word in torch's store, and
-each prints who left none. With one (``parallelize(watchdog=True)``), all ranks learn who is missing a little before the
-time-out of the process group, and end. A loop may take any time between two calls.
+Without a watchdog, ranks whose exchange failed leave a word in torch's store and print who left none. With one
+(``parallelize(watchdog=True)``), all ranks learn who is missing shortly before the process group's time-out, and end.
+A loop may take any time between two calls.
 """
 
 import atexit
@@ -57,7 +57,6 @@ class LoopWatch:
             self._outside()
 
     def backward_of(self, loss: Tensor) -> None:
-        """Count a loss's backward pass as a call."""
         if loss.requires_grad:
             loss.register_hook(self._begin_backward)
 
@@ -108,7 +107,7 @@ def _is_of_exchange(error: RuntimeError) -> bool:
 
 
 def _say_who_is_missing(call: str) -> None:
-    """Print the ranks that leave no word in the store: they are gone, or still in something else."""
+    """Print the ranks that leave no word in the store: gone, or busy with something else."""
     rank, others = dist.get_rank(), [other for other in range(dist.get_world_size()) if other != dist.get_rank()]
     try:
         store: Any = dist.distributed_c10d._get_default_store()

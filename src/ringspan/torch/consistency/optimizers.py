@@ -21,7 +21,6 @@ _steps: Final[WeakKeyDictionary[nn.Module, dict[str, Any]]] = WeakKeyDictionary(
 
 
 def watch_optimizers(model: nn.Module) -> None:
-    """Track the settings of optimizers that step this model's parameters."""
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_note))
         _hooks.append(register_optimizer_step_post_hook(_end))

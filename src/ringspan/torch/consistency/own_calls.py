@@ -24,7 +24,7 @@ def calling_parts(name: str) -> Iterator[None]:
 
 
 def refuse_own_calls(model: nn.Module, decoder: str) -> None:
-    """Make the usual entry points (decoder, embeddings, layers, norm, head) raise outside of a pass."""
+    """Make the decoder, embeddings, layers, norm and head raise outside of a pass."""
     path = accumulate(decoder.split("."), "{}.{}".format)
     children = [child for module in (model, *map(model.get_submodule, path)) for child in module.children()]
     children += [layer for child in children if isinstance(child, nn.ModuleList) for layer in child]

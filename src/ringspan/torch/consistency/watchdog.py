@@ -2,11 +2,9 @@
 
 Gloo and NCCL report an address, or nothing for half an hour. Here a connection that closes without a farewell names a
 dead rank at once. A rank whose step and exchanges stand still for ten median steps is stalled: silent ones (stopped,
-cut off) are named first, else those with the least progress. Other activities, such as saving, have patience unless the
-rank is silent. Every rank then prints a line, dumps its stacks into the run's folder and ends with a documented exit
-code; a thread cannot unblock a collective otherwise. A silent rank of the same machine is killed, so that a restart can
-begin.
-
+cut off) are named first, else those with the least progress. Other activities, such as saving, have patience unless
+silent. Every rank then prints a line, dumps its stacks into the run's folder and ends with a documented exit code: a
+thread cannot unblock a collective otherwise. A silent rank of the same machine is killed, for a restart.
 JSON lines over TCP on the process group's network, as trusted as it is; a token keeps strangers apart.
 """
 
@@ -45,7 +43,7 @@ _MAX_LINE_BYTES: Final = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Time limits of a watchdog, as ``ringspan.train.config.tables.WatchdogConfig`` explains them."""
+    """Time limits, as ``ringspan.train.config.tables.WatchdogConfig`` explains them."""
 
     silence_seconds: float
     patience_seconds: float = math.inf
@@ -65,10 +63,7 @@ class _Link:
 
 
 class Watchdog:
-    """Watchdog over the other ranks; the main thread reports by ``step`` and ``doing``.
-
-    ``end`` takes the exit code and never returns; it is a parameter for the tests.
-    """
+    """Watchdog over the other ranks; the main thread reports by ``step`` and ``doing``; ``end`` exits with a code."""
 
     def __init__(
         self,
@@ -162,7 +157,6 @@ class Watchdog:
         self._beats += 1
 
     def _meet(self) -> None:
-        """Learn rank 0's address and connect, on all ranks."""
         answer: list[Any] = [None]
         server = None
         if self._rank == 0:

@@ -37,10 +37,7 @@ def check_finite(model: nn.Module, mesh: DeviceMesh) -> None:
 
 @torch.no_grad()
 def share_weights(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Copy the mesh's first rank's values to the others, in place, where ranks differ; collective.
-
-    Adapters, heads and random models differ when ranks are seeded differently. Meta tensors have no values yet.
-    """
+    """Copy the first rank's values in place where ranks differ (by their seeds); collective. Skips meta tensors."""
     if mesh.size() == 1 or dist.get_backend(mesh["ring"].get_group()) == "fake":
         return
     digests = {name: digest_values(tensor) for name, tensor in _tensors(model) if not tensor.is_meta}
