@@ -27,7 +27,7 @@ HABITS = {
     r"\A(What|Whether|Which|Who|How|Where|Why|Of|As|By|For|Those|That|While|Until)\b": (0, "a verb or a noun first"),
     r"\b[Nn]one where\b(?!\()": (0, "None if"),
     r"\b(of|in|by|from|to|for|with|on|beside|behind) (which|whom|whose)\b": (31, "two sentences"),
-    r"\b[Nn]one (when|for|of|is)\b": (26, "None if, or no X"),
+    r"\b[Nn]one (when|for|of|is)\b": (22, "None if, or no X"),
     r"\bwhere (there|it|they|that|the|a|one|no|nothing)\b": (18, "if, when"),
     r"\b(that|those) of\b": (31, "the noun again"),
     r"\b(is|are|was) no (?!longer)[a-z]": (7, "is not a"),

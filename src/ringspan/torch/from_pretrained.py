@@ -44,9 +44,9 @@ def from_pretrained(
 ) -> PreTrainedModel:
     """``parallelize(AutoModelForCausalLM.from_pretrained(folder_or_id), mesh)``, for models that no host can hold.
 
-    The model is created on the meta device, and each rank reads its slices from the safetensors files. Ranks that keep
-    the same slice receive it from the first of them. In addition to its shards a rank holds one tensor at a time, or
-    one layer while a feed-forward is tried out. The tensors equal transformers', bit for bit.
+    Each rank reads its slices from the safetensors files; ranks that keep the same slice receive it from the first of
+    them. In addition to its shards a rank holds one tensor at a time, or one layer while a feed-forward is tried out.
+    The tensors equal transformers', bit for bit; those that the model has no place for are logged.
 
     Args:
         folder_or_id: a folder that ``save_pretrained`` wrote, or an id of the Hub, which is downloaded to its cache.
@@ -58,8 +58,8 @@ def from_pretrained(
         subfolder: with the config and the weights.
         variant: part of the names of the files, ``fp16`` for ``model.fp16.safetensors``.
         trust_remote_code: whether Python files of the folder may be run.
-        model_class: the auto class of transformers that creates the model. Default: ``AutoModelForCausalLM`` if it has
-            one; for a model that sees, it may create only the language model: give ``AutoModelForMultimodalLM``.
+        model_class: transformers' auto class. Default: ``AutoModelForCausalLM`` if it has one; of a model that sees, it
+            may create only the language model: pass ``AutoModelForMultimodalLM``.
         quantization_config: a ``BitsAndBytesConfig``, to pack projections in 4 or 8 bits as they are read, one at a
             time: the same numbers as transformers'. ``adapt`` gives them adapters.
         adapt: changes the model before it is split, for example ``lambda model: get_peft_model(model, config)``. Its
@@ -68,11 +68,9 @@ def from_pretrained(
 
     Raises:
         ConfigError: no weights in safetensors; files are missing, cut or damaged; tensors are missing or have another
-            shape than the model's; by name.
+            shape than the model's; by name, on every rank.
         TypeError: an option that ``parallelize`` does not have.
         UnsupportedError, LayoutError, PeerMismatch: as ``parallelize``, and if ranks read different files.
-
-    Each is raised on every rank. Tensors that the model has no place for are logged.
     """
     mesh = ring_mesh(mesh)
     with meeting(mesh, "from_pretrained") as facts:

@@ -49,34 +49,29 @@ def shard_batch(
 ) -> dict[str, Any]:
     """Return this rank's part of a Hugging Face batch, ready for a model that ``parallelize`` prepared.
 
-    Every rank of one ring passes the same whole batch; replicas pass different ones. Labels are shifted here, before
-    the permutation, so that each token knows its true successor; padding gets the label -100 and comes last, unseen by
-    any real token.
+    Ranks of one ring pass the same whole batch; replicas pass different ones. Labels are shifted before the
+    permutation, so that each token knows its true successor; padding gets the label -100 and comes last, unseen by real
+    tokens.
 
     Args:
-        batch: ``input_ids`` (B, S) and optionally ``labels`` (B, S), unshifted, or ``shift_labels`` (B, S), where entry
-            i is the target of token i, or -100; an ``attention_mask`` (B, S), 0 for padding right or left of tokens or
-            for a whole row of it, else 1, and padding may not predict a target; ``position_ids`` (B, S) or (S,) that
-            count up, from 0 for each packed document. Instead of these, or with them, the keys that collators of
-            flattened batches (transformers', TRL's) return for one row: ``cu_seq_lens_q`` and ``cu_seq_lens_k``
-            (documents + 1,), ``max_length_q`` and ``max_length_k``, ``seq_idx`` (1, S). And images and videos, whole
-            and best left on the CPU, by the names that transformers' processors give them (``pixel_values``,
-            ``image_grid_thw``, ...), for the models in docs/multimodal.md. An entry that is None is left out.
+        batch: ``input_ids`` (B, S) and optionally ``labels`` (B, S), unshifted, or ``shift_labels`` (B, S), the target
+            of token i in entry i, or -100; an ``attention_mask`` (B, S), 0 for padding left or right of tokens or for
+            whole rows, which may not predict a target; ``position_ids`` (B, S) or (S,) that count up, from 0 for each
+            packed document; the keys of flattened batches of one row (transformers', TRL's): ``cu_seq_lens_q`` and
+            ``cu_seq_lens_k`` (documents + 1,), ``max_length_q`` and ``max_length_k``, ``seq_idx`` (1, S). Images and
+            videos, whole and best left on the CPU, by the names of transformers' processors (``pixel_values``,
+            ``image_grid_thw``, ...), for the models in docs/multimodal.md. Entries that are None are left out.
         mesh: the mesh of the model.
-        layout: the layout that the model was parallelized with. ``balanced`` makes one for the documents of
-            each sequence.
+        layout: as given to ``parallelize``. ``balanced`` makes one for the documents of each sequence.
         device: of the result; that of ``input_ids`` if None.
 
     Returns:
-        ``input_ids``, ``position_ids`` (int32) and, when there were labels, ``shift_labels``, each (B, T). For packed
-        documents also ``document_lengths`` (B, most documents), 0 after the last one: no document will see another one.
-        Padding on the left is a document too; positions count it with the tokens after it, as in transformers, unless
-        the batch sets others. ``real_tokens`` (B, T) if an ``attention_mask`` marks padding, which routers of experts
-        do not count. ``sequence_length``, of the longest document or whole rows, as positions count, stays on the CPU.
-        ``batch_digest`` (4,) has digests of tokens, targets, documents and padding, to check that the ranks of a ring
-        were given the same batch. With images there are also ``media``, and their digest is a fifth number.
-        ``layout_digest`` lets a model check that the batch was split by its own layout, which positions within
-        documents do not always tell.
+        ``input_ids``, ``position_ids`` (int32) and, given labels, ``shift_labels``, each (B, T). For packed documents
+        ``document_lengths`` (B, most documents), 0 after the last one; padding on the left is a document too, counted
+        in positions with the tokens after it, as in transformers, unless the batch sets others. ``real_tokens`` (B, T)
+        if an ``attention_mask`` marks padding, which routers of experts do not count. ``sequence_length``, of the
+        longest document or whole rows, on the CPU. ``batch_digest`` (4,) of tokens, targets, documents and padding (a
+        fifth: ``media``, if any) and ``layout_digest``, to check that ranks got the same batch and the model's layout.
 
     Raises:
         UnsupportedError: keys, masks or positions that cannot be honoured, by name.
@@ -181,11 +176,7 @@ def _flattened_lengths(batch: Mapping[str, Any], lengths: Tensor | None, *, has_
 
 
 def targets_of(batch: Mapping[str, Tensor], real: Tensor | None) -> Tensor | None:
-    """Return the target of each token, -100 for none. Shape (B, S).
-
-    Raises:
-        UnsupportedError: labels of another shape or dtype, or that padding would predict.
-    """
+    """Return each token's target (B, S), -100 for none; UnsupportedError for misshapen labels, or of padding."""
     for name in ("labels", "shift_labels"):
         if name not in batch:
             continue
@@ -217,7 +208,7 @@ def _shift(x: Tensor) -> Tensor:
 
 
 def positions_of(split: BatchLayout, rank: int, lengths: Tensor | None, rows: int) -> Tensor:
-    """Return each local token's position within its document, or sequence if ``lengths`` is None. Shape (rows, T)."""
+    """Return each local token's position in its document, or sequence without ``lengths``. Shape (rows, T)."""
     everywhere = split.positions(rank).expand(rows, -1)
     if lengths is None:
         return everywhere

@@ -1,4 +1,4 @@
-"""Split of a batch's sequences: all by one layout, or each by its documents' layout."""
+"""Split of a batch's sequences: all by one layout, or each by its documents'."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,17 +18,13 @@ from ringspan.torch.transport.digest import digest_integers
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Layout of each sequence of a batch, or one for all. All have the same S, N and T."""
+    """Layout of each sequence of a batch, or one for all, of equal S, N and T."""
 
     rows: tuple[Layout, ...]
 
     @classmethod
     def of(cls, name: BatchLayoutName, length: int, ranks: int, lengths: Tensor | None) -> "BatchLayout":
-        """Make a layout for sequences of ``length`` tokens with these document lengths (B, documents).
-
-        Raises:
-            UnsupportedError: no documents for ``balanced``.
-        """
+        """Make a layout for documents of these lengths (B, documents); UnsupportedError for ``balanced`` without."""
         if name != "balanced":
             return cls((batch_layout(name, length, ranks),))
         if lengths is None:
@@ -39,7 +35,6 @@ class BatchLayout:
 
     @property
     def shared(self) -> Layout:
-        """Return one of them, for common properties."""
         return self.rows[0]
 
     def of_row(self, row: int) -> Layout:
@@ -50,7 +45,7 @@ class BatchLayout:
         return torch.stack([torch.from_numpy(layout.positions(rank)) for layout in self.rows])
 
     def digest(self, rank: int) -> Tensor:
-        """Return a number that depends on the global positions of a rank."""
+        """Return a number that depends on a rank's positions."""
         return digest_integers(self.positions(rank))
 
     def shard(self, x: Tensor, rank: int, *, value: float = 0) -> Tensor:

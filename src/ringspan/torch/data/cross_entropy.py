@@ -47,9 +47,8 @@ def blockwise_cross_entropy(
             + z_loss * (lse ** 2).sum()
 
     The sum's gradients are computed with it, so one backward pass consumes them; the weight's adds up in float32. With
-    more than one block of vocabulary the logits are computed twice: once for their log-sum-exp, once for the gradients;
-    so they are for ``reduction="none"``, the second time in backward. Apart from the gradient of ``hidden`` it holds
-    ``ringspan.core.costs.loss_bytes``, for any T.
+    several blocks of vocabulary, or ``reduction="none"`` (then in backward), logits are computed twice. In addition to
+    the gradient of ``hidden`` it holds ``ringspan.core.costs.loss_bytes``, for any T.
 
     Args:
         hidden: (T, C); weight (V, C); targets (T,) int64, -100 for none; bias (V,).
@@ -57,21 +56,20 @@ def blockwise_cross_entropy(
         chunk_vocabulary: vocabulary entries whose logits exist at once; all V if None.
         z_loss: factor on the squared log-sum-exp (Chowdhery et al. 2022, section 5).
         label_smoothing: share of the target that is spread over the vocabulary, as in torch.
-        logit_scale: factor on what the head computes (Cohere, Granite).
+        logit_scale: factor on the head's output (Cohere, Granite).
         softcap: largest logit (Gemma 2).
-        impl: ``blockwise`` is this file; ``liger`` is Liger's fused kernel, which chooses its own blocks; ``auto``
-            takes Liger's on CUDA if installed.
-        group: ranks that share the vocabulary, each calling with the same hidden and targets: weight and bias are this
-            rank's share of V, all of one size and in the order of the ranks. The loss is the whole one on each; the
-            gradient of hidden is this rank's part, still to be summed.
+        impl: ``blockwise``; ``liger``, Liger's fused kernel, which chooses its own blocks; ``auto`` takes Liger's on
+            CUDA if installed.
+        group: ranks that share the vocabulary, each with the same hidden and targets, and an equal share of weight and
+            bias in rank order. Each gets the whole loss, and its part of hidden's gradient, to be summed.
         reduction: ``sum``; or ``none`` for the loss of each token, not with Liger's.
 
     Returns:
         A scalar, or (T,) without a reduction, in float32, or in float64 when hidden is; 0 if no token has a target.
 
     Raises:
-        ConfigError: an option outside of its range, or ``impl="liger"`` if it is not installed, not on CUDA, has a
-            share of the vocabulary, or is asked for the loss of each token.
+        ConfigError: an option outside of its range, or ``impl="liger"`` without installation, CUDA, the whole
+            vocabulary or a reduction.
         UnsupportedError: a target outside the vocabulary; shapes, dtypes or devices that do not fit.
         PeerMismatch: the ranks of the group have other shapes, dtypes or options; on every rank.
 

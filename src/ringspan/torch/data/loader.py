@@ -19,10 +19,9 @@ _PLACES: Final = 1 << 12  # of an order, looked up together
 
 
 class RingSampler(DistributedSampler[Any]):
-    """DistributedSampler over a mesh's replicas that starts new epochs automatically and lists no indices.
+    """DistributedSampler over replicas; each pass is a new epoch unless ``set_epoch`` names it.
 
-    Each pass is an epoch, with its own order if shuffled: DistributedSampler's, or above 2**24 examples ``shuffled``'s,
-    which is not drawn ahead. ``set_epoch`` says which epoch comes next, as after resuming.
+    The order is DistributedSampler's; above 2**24 examples ``shuffled``'s, which is not drawn ahead.
     """
 
     def __iter__(self) -> Iterator[Any]:
@@ -54,7 +53,7 @@ def sampler(
         mesh: as ``parallelize`` takes.
         shuffle: take another order in each epoch, from the seed.
         seed: the same on every rank.
-        drop_last: leave out what does not come out even; otherwise some first examples are seen twice.
+        drop_last: leave out an uneven rest; otherwise some first examples are seen twice.
     """
     axis = ring_mesh(mesh)["replicate"]
     return RingSampler(
@@ -88,11 +87,11 @@ def loader(
         batch_size: examples per replica; None if each example is a batch already.
         shuffle: see ``sampler``; an iterable data set has its own order.
         seed: of the order, and of what workers draw.
-        drop_last: leave out what does not come out even, and a batch that is not full.
+        drop_last: leave out an uneven rest, and a batch that is not full.
         options: further ones of ``DataLoader``.
 
     Raises:
-        ConfigError: an option that decides who gets what, which the mesh does; or shuffling what is iterable.
+        ConfigError: an option that the mesh decides, or shuffling what is iterable.
     """
     for name in ("sampler", "batch_sampler", "generator"):
         if options.get(name) is not None:

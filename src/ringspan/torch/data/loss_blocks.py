@@ -99,13 +99,13 @@ class LossBlocks:
         return total.to(self.dtype), list(sums)
 
     def per_token(self) -> tuple[Tensor, Normalizers]:
-        """Return each token's loss (T,), and what ``gradients`` needs again."""
+        """Return each token's loss (T,), and normalizers for ``gradients``."""
         parts = [(losses, *normalizers) for losses, normalizers in map(self._losses, self._rows())]
         losses, *normalizers = (torch.cat(each) for each in zip(*parts, strict=True)) if parts else self._new(3, 0)
         return losses, Normalizers(*normalizers)
 
     def gradients(self, normalizers: Normalizers, d_losses: Tensor, wants: list[bool]) -> list[Tensor | None]:
-        """Return the requested gradients of hidden, weight and bias, given the gradient of each token's loss (T,)."""
+        """Return the requested gradients of hidden, weight and bias, given each loss's gradient (T,)."""
         sums = self._zeros(wants)
         for rows in self._rows():
             self._differentiate(rows, normalizers.of(rows), d_losses[rows], sums, is_scanned=False)
@@ -130,7 +130,6 @@ class LossBlocks:
         )
 
     def _losses(self, rows: slice) -> tuple[Tensor, Normalizers]:
-        """Return a block's token losses (n,)."""
         top, exponentials, picked, mean = self._scan(self.hidden[rows], self._target(rows))
         normalizers, smoothing = Normalizers(top, exponentials), self.options.label_smoothing
         # From the largest logit, so that large ones do not cancel.

@@ -1,4 +1,4 @@
-"""Images, videos and sound of a batch, in the format of transformers' processors. B batch, S global tokens."""
+"""Images, videos and sound of a batch, as of transformers' processors. B batch, S global tokens."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -35,10 +35,7 @@ MEDIA: Final = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Media:
-    """Media of a whole batch with their text, the same on every rank of a ring.
-
-    A forward pass moves only this rank's share of the images to its device, so no device holds all of them.
-    """
+    """Media of a whole batch with their text, the same on every rank of a ring, which moves its share to its device."""
 
     tokens: Tensor
     """Whole sequences (B, S), on the CPU."""
@@ -54,21 +51,16 @@ class Media:
         return self
 
     def __len__(self) -> int:
-        """Return the number of examples."""
         return len(self.tokens)
 
     @property
     def digest(self) -> int:
-        """Return a number that depends on every entry of the inputs."""
+        """Return a number that depends on all inputs."""
         return sum(digest_values(self.inputs[name]) for name in sorted(self.inputs)) % (1 << 62)
 
 
 def media_of(batch: Mapping[str, Any]) -> Media | None:
-    """Return a batch's media; None for text alone.
-
-    Raises:
-        UnsupportedError: token types unlike the tokens in shape, grids of wrong shape or dtype, or non-numbers.
-    """
+    """Return a batch's media, None for text alone; UnsupportedError for misshapen or non-numeric inputs."""
     inputs = {name: _tensor(name, batch[name]) for name in sorted(MEDIA) if batch.get(name) is not None}
     tokens, mask = batch["input_ids"], batch.get("attention_mask")
     for name in _TOKEN_TYPES:
@@ -95,11 +87,7 @@ def _tensor(name: str, value: Any) -> Tensor:
 
 
 def check_numbers(name: str, counts: Tensor, columns: tuple[str, ...]) -> None:
-    """Raise for anything but positive integer counts, ``columns`` per image.
-
-    Raises:
-        UnsupportedError: another shape than (images, columns), no integers, a count below 1.
-    """
+    """Raise UnsupportedError unless counts are positive integers, ``columns`` per image."""
     has_form = counts.ndim == 2 and counts.shape[1] == len(columns) and not counts.is_floating_point()
     if not has_form or bool((counts < 1).any()):
         raise UnsupportedError(

@@ -9,11 +9,7 @@ from ringspan.core.errors import UnsupportedError
 
 
 def marked_tokens(attention_mask: Tensor) -> Tensor:
-    """Convert a mask of zeros and ones, of any dtype, to booleans.
-
-    Raises:
-        UnsupportedError: another value, as in masks that number documents, or that are added to scores.
-    """
+    """Convert a mask of zeros and ones to booleans; UnsupportedError for others (documents, additive)."""
     real = attention_mask != 0
     if not torch.equal(real.to(attention_mask.dtype), attention_mask):
         other = attention_mask[attention_mask != real][0].item()
@@ -25,11 +21,7 @@ def marked_tokens(attention_mask: Tensor) -> Tensor:
 
 
 def real_tokens(batch: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the tokens (B, S) that are not padding; None for no padding. Whole rows may be padding.
-
-    Raises:
-        UnsupportedError: a mask of another shape or values, or with holes.
-    """
+    """Return the tokens (B, S) that are not padding, None for no padding; UnsupportedError for masks with holes."""
     mask, shape = batch.get("attention_mask"), tuple(batch["input_ids"].shape)
     if mask is None:
         return None
@@ -54,12 +46,9 @@ def real_tokens(batch: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def refuse_targets_of_padding(has_target: Tensor, real: Tensor | None, name: str, shift: int) -> None:
-    """Raise for targets computed from padding, whose hidden states are undefined.
+    """Raise for targets (``has_target`` (B, S)) computed from padding, whose hidden states are undefined.
 
-    Args:
-        has_target: which tokens (B, S) have one; padding may not.
-        real: which tokens are not padding (B, S); None for all.
-        name: of the targets in the batch, and ``shift`` how much further a token's is there.
+    The batch calls them ``name``, and holds them ``shift`` places further on.
     """
     if real is None or not bool((of_padding := has_target & ~real).any()):
         return
@@ -83,10 +72,7 @@ def beginnings(real: Tensor) -> Tensor:
 def behind_padding(real: Tensor, lengths: Tensor | None, said_by: str | None) -> Tensor | None:
     """Return each sequence's document lengths, with padding on the left as a document.
 
-    ``said_by`` names the batch's source of ``lengths``, if any.
-
-    Raises:
-        UnsupportedError: no document begins after the padding, but one had to be given.
+    ``said_by`` names the batch's source of ``lengths``. UnsupportedError if none of them begins after the padding.
     """
     left = beginnings(real).int().argmax(1, keepdim=True)
     if not bool(left.any()):

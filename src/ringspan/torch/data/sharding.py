@@ -36,8 +36,7 @@ def unshard(x: Tensor, layout: Layout, group: dist.ProcessGroup | DeviceMesh | N
 
     Raises:
         UnsupportedError: ``x`` is not a plain tensor, or ``group`` is not a group of this rank.
-        LayoutError: no layout, or one for another number of ranks than the group has; or ``x`` does not have
-            ``layout.tokens_per_rank`` entries along ``dim``.
+        LayoutError: no layout, or of another number of ranks, or of other ``tokens_per_rank`` than ``x`` along ``dim``.
         PeerMismatch: the ranks have other shapes, dtypes or layouts; on every rank.
     """
     check_plain("x", x)

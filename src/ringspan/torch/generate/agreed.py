@@ -1,4 +1,4 @@
-"""Decisions that ranks must share while generating a text: random numbers, clocks, stopping criteria."""
+"""Decisions that ranks share while generating: random numbers, clocks, stopping criteria."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,7 +37,6 @@ def first_ranks_numbers(groups: Sequence[dist.ProcessGroup], device: torch.devic
 
 
 def take_first_ranks_numbers(groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
-    """Make all ranks draw the first rank's random numbers from now on."""
     for get, put in _states(device):
         first = get().clone().to(device)
         for group in groups:
@@ -53,8 +52,6 @@ def _states(device: torch.device) -> list[tuple[Callable[[], Tensor], Callable[[
 
 
 class Clock(StoppingCriteria):
-    """Criterion that stops after some seconds."""
-
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
 
@@ -73,7 +70,6 @@ class AgreedCriteria(StoppingCriteria):
 
     @staticmethod
     def of(criteria: Sequence[Any], mesh: DeviceMesh) -> StoppingCriteriaList:
-        """Wrap each criterion."""
         return StoppingCriteriaList(AgreedCriteria(each, mesh) for each in criteria)
 
     def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:

@@ -91,9 +91,8 @@ class RingGenerator(RingCausalLM):
     def new_cache(self: Any, dtype: CacheDtypeName | None = None) -> RingCache:
         """Return an empty cache for ``generate``'s ``past_key_values`` over several turns.
 
-        Args:
-            dtype: of keys and values: the model's own when None, ``float32``, ``bfloat16``, or ``fp8``, ``int8`` or
-                ``int4`` with a scale per head and 64 tokens.
+        ``dtype`` of keys and values: the model's when None, ``float32``, ``bfloat16``, or ``fp8``, ``int8`` or ``int4``
+        with a scale per head and 64 tokens.
 
         Raises:
             ConfigError: any other dtype.
@@ -109,7 +108,7 @@ class RingGenerator(RingCausalLM):
         """Write a cache into a new folder, so that its text need not be read again; on every rank.
 
         Raises:
-            UnsupportedError: the cache is empty, or not of this model.
+            UnsupportedError: the cache is not of this model, empty, or incomplete after a failed pass.
             CheckpointError: the folder exists, or cannot be written.
             PeerMismatch: replicas hold different tokens.
         """
@@ -118,8 +117,6 @@ class RingGenerator(RingCausalLM):
 
     def load_cache(self: Any, folder: str | Path, dtype: CacheDtypeName | None = None) -> RingCache:
         """Load a cache from ``save_cache``, from any number of ranks, on every rank; ``cache.ids`` are its tokens.
-
-        ``dtype`` is as in ``new_cache``.
 
         Raises:
             CheckpointError: a file is missing, damaged or cut, or the cache is another model's.
@@ -137,13 +134,8 @@ class RingGenerator(RingCausalLM):
 
         In float32 the tokens equal one process's. Greedy, sampling, beams, assisted decoding, processors, streamers and
         ``past_key_values`` from ``new_cache()`` are transformers' own. Ranks use the first rank's random numbers and
-        clock. Replicas may have their own prompts.
-
-        Args:
-            args: as in transformers' ``generate``.
-            weights: ``whole`` keeps all weights gathered on each rank, ``sharded`` gathers them for every token,
-                ``auto`` is ``whole`` if they fit with the cache.
-            kwargs: as in transformers' ``generate``.
+        clock. Replicas may have their own prompts. ``weights``: ``whole`` keeps all weights gathered on each rank,
+        ``sharded`` gathers them for every token, ``auto`` is ``whole`` if they fit with the cache.
 
         Raises:
             UnsupportedError: a foreign cache, hidden states, embeddings for a prompt; padding or an assistant for

@@ -146,7 +146,7 @@ def _refuse_options(model: RingModel, config: GenerationConfig, arguments: dict[
 
 
 def _keep_images(model: RingModel, arguments: dict[str, Any], inputs: Tensor) -> None:
-    """Replace pixels by the images of uncached tokens, since transformers would repeat pixels row by row for beams."""
+    """Replace pixels by the images of uncached tokens: transformers would repeat pixels row by row for beams."""
     if model.ring_media is None or model.ring_is_generating:
         return
     if any(isinstance(arguments.get(name), Media) for name in MEDIA):  # by an earlier call, of this one's

@@ -1,7 +1,6 @@
 """Positions of new tokens after cached ones, and their shifts. B batch, n new tokens, L tokens in all.
 
-An image's many tokens take few positions (M-RoPE): the cache keeps each token's difference, its shift, so that any
-later pass can continue.
+An image's many tokens take few positions (M-RoPE): the cache keeps each token's difference, its shift.
 """
 
 import torch
@@ -34,7 +33,6 @@ def new_positions(
 
 
 def new_shifts(cache: RingCache, positions: Tensor, mask: Tensor | None) -> Tensor:
-    """Compute the shifts of new tokens (B, n) from their positions."""
     # Text after an image or video begins after its last row and column, however long a video is.
     rows, count = positions.shape[-2:]
     reached = (positions if positions.ndim == 2 else positions[-2:].amax(0)).cpu() + 1

@@ -24,7 +24,6 @@ _log: Final = logging.getLogger(__name__)
 
 
 def check_weights(weights: Any) -> None:
-    """Raise ConfigError for an unknown name."""
     if weights not in WEIGHTS_NAMES:
         raise ConfigError(f"weights must be one of {', '.join(WEIGHTS_NAMES)}, got {weights!r}")
 

@@ -1,6 +1,6 @@
 """Cache for transformers' ``generate``: keys and values split over a ring, states whole on each rank.
 
-To transformers it is as long as all shares together; ``update`` returns this rank's share, as ring attention expects.
+To transformers it is as long as all shares; ``update`` returns this rank's share, as ring attention expects.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,10 +22,7 @@ from ringspan.torch.layers.decoder import LayerKind
 
 
 class RingCache(Cache):
-    """Keys and values of a sequence, split over a ring's ranks; made by ``model.new_cache()`` on each of them.
-
-    Pass it to ``generate`` as ``past_key_values`` to continue the last call.
-    """
+    """A sequence's keys and values, split over a ring's ranks; from ``model.new_cache()``, for ``generate``."""
 
     layers: list[Any]
 
@@ -72,14 +69,12 @@ class RingCache(Cache):
         return self.shifts[:, -1].reshape(rows, -1)[:, :1]
 
     def keep_ids(self, ids: Tensor, shifts: Tensor | None = None) -> None:
-        """Store new tokens (B, n) given to the layers, and their shifts if any."""
         ids = ids.cpu()
         shifts = torch.zeros_like(ids) if shifts is None else shifts.to(ids)
         self._ids.append(torch.stack((ids, shifts), -1)[:, None])
 
     @property
     def num_sequences(self) -> int | None:
-        """Return the number of sequences; None while empty."""
         return len(self.ids) if self._ids.count else None
 
     @property
@@ -116,7 +111,6 @@ class RingCache(Cache):
         self.reader = reader
 
     def check_complete(self) -> None:
-        """Raise UnsupportedError for a cache left incomplete by a pass."""
         if self._ids.count != self.shares.length:  # noted last of all, when every layer has read them
             behind = ", ".join(map(str, self.behind)) or ("with a state" if self.stateful else "")
             raise UnsupportedError(
@@ -126,7 +120,6 @@ class RingCache(Cache):
             )
 
     def check_updated(self, model_name: str) -> None:
-        """Raise UnsupportedError if the model has not added new keys and values in each layer."""
         if behind := self.behind:
             raise UnsupportedError(
                 f"{model_name} does not generate on a ring: layers {', '.join(map(str, behind))} keep no keys "
@@ -160,8 +153,7 @@ class RingCache(Cache):
         """Remove the last ``-tokens_to_remove`` tokens; positive before transformers 5.20: the length to keep.
 
         Raises:
-            UnsupportedError: more tokens than there are, a layer with a state or whose window would need dropped keys,
-                or a cache left incomplete by a failed pass.
+            UnsupportedError: more tokens than there are, a layer with a state or dropped keys, or an incomplete cache.
         """
         self.check_complete()
         if self.stateful:
@@ -304,12 +296,10 @@ class RingLayer(Rearranged, CacheLayerMixin):
             self.first = first
 
     def take_back(self, count: int) -> None:
-        """Drop this rank's last ``count`` rows, as far as present."""
         if self.is_initialized:
             self._cut(0, min(count, self.rows[0].count))
 
     def _held(self, first: int) -> int:
-        """Return the number of rows at positions from ``first`` on."""
         return self._cache.shares.counts(first)[self._cache.rank]
 
     def _cut(self, first: int, last: int) -> None:

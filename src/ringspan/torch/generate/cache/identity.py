@@ -94,7 +94,6 @@ def weights_digest(model: RingModel) -> str:
 
 @torch.no_grad()
 def digest_of(parameters: Sequence[Tensor], mesh: Any) -> str:
-    """Compute ``weights_digest`` of some weights on a mesh."""
     sums = torch.tensor(
         [_sums(parameter, mesh) for parameter in parameters], dtype=torch.int64, device=mesh.device_type
     )

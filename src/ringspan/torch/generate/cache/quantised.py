@@ -19,19 +19,15 @@ _LARGEST: Final = {"fp8": 448.0, "int8": 127.0, "int4": 7.0}
 
 
 def new_rows(dtype: str | None) -> "Rows | QuantisedRows":
-    """Return empty rows held in a dtype of ``CACHE_DTYPE_NAMES``; if None, in the added rows' dtype."""
     return QuantisedRows(dtype) if dtype in _LARGEST else Rows(None if dtype is None else getattr(torch, dtype))
 
 
 def check_dtype(dtype: Any) -> None:
-    """Raise ConfigError for an unknown cache dtype."""
     if dtype is not None and dtype not in CACHE_DTYPE_NAMES:
         raise ConfigError(f"the dtype of a cache must be one of {', '.join(CACHE_DTYPE_NAMES)} or None, got {dtype!r}")
 
 
 class QuantisedRows:
-    """Quantised version of ``Rows``."""
-
     def __init__(self, dtype: str) -> None:
         self._dtype = dtype
         self._rows_per_block = BLOCK // 2 if dtype == "int4" else BLOCK  # two codes of four bits share a byte
@@ -100,7 +96,6 @@ class QuantisedRows:
         self._tail.append(torch.cat((rows, old), 2))
 
     def _decoded(self, first: int) -> Tensor:
-        """Return the rows of blocks from ``first`` on."""
         codes = self._codes.tensor[:, :, first * self._rows_per_block :]
         return decoded(codes, self._scales.tensor[:, :, first:], self._dtype).to(self._tail.tensor.dtype)
 

@@ -34,17 +34,15 @@ class Rows:
 
     @property
     def stored(self) -> Tensor:
-        """Return the rows as stored."""
         assert self._place is not None, "nothing was added yet"
         return self._place[:, :, self._first : self._end]
 
     @property
     def nbytes(self) -> int:
-        """Return the allocated bytes, room included."""
+        """Return the allocated bytes, including room."""
         return 0 if self._place is None else self._place.nbytes
 
     def append(self, new: Tensor) -> None:
-        """Append rows (B, G, n, D)."""
         self._dtype = new.dtype
         new = new if self._held_as is None else new.to(self._held_as)
         if self._place is None or self._end + new.shape[2] > self._place.shape[2]:

@@ -78,13 +78,7 @@ class SavedCache(_Record):
 
 
 def save(model: RingModel, cache: Any, folder: str | Path) -> None:
-    """Write a cache into a new folder; every rank calls it.
-
-    Raises:
-        UnsupportedError: the cache is not of this model, empty, or left incomplete by a failed pass.
-        CheckpointError: the folder exists, or cannot be written; on every rank.
-        PeerMismatch: replicas have caches of different tokens.
-    """
+    """Write a cache into a new folder, on every rank; raise as ``RingGenerator.save_cache``."""
     target = Path(folder)
     scratch = target.with_name(f"{target.name}.tmp-new")
     _vote(model, "save_cache", target, lambda: _facts_to_save(model, cache, target))
@@ -265,7 +259,7 @@ def _fill(model: RingModel, folder: Path, saved: SavedCache, cache: RingCache) -
 
 
 def _fill_ids(model: RingModel, folder: Path, file: Any, cache: RingCache) -> None:
-    """Store a saved cache's tokens and shifts; raise CheckpointError if old files lack the shifts of their images."""
+    """Store a saved cache's tokens and shifts; CheckpointError if old files lack the shifts of their images."""
     ids = file.get_tensor("ids")
     shifts = file.get_tensor("shifts") if "shifts" in file.keys() else None  # noqa: SIM118 (a file, not a dict)
     kinds = model.ring_media.modalities if has_grid_positions(model) else ()

@@ -32,8 +32,7 @@ class Rearranged:
 class StateLayer(Rearranged, LinearAttentionLayer):
     """Convolutions' last inputs and states of a layer, the same on every rank of a ring.
 
-    A single new token is left to transformers on every rank. Of several, each rank computes its own and exchanges
-    edges.
+    A single new token is left to transformers on every rank; of several, each rank computes its own.
     """
 
     is_croppable = False  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
