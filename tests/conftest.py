@@ -5,6 +5,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from ringspan.torch.runtime.forks import serve_forks
 from tests.budget import Budget
 from tests.fuzz import FACTOR
 from tests.pool import Pool
-from tests.tiers import HEAVY, tier
+from tests.tiers import HEAVY, group, tier
 
 gc.set_threshold(50_000, 20, 10)  # to look for garbage among what three frameworks hold is a tenth of the tests' time
 
@@ -67,11 +68,19 @@ def pytest_runtest_setup() -> None:
     torch.manual_seed(0)  # a test draws the same numbers whichever ran before it
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the marks in a hook of this name
+@pytest.hookimpl(optionalhook=True)  # of xdist, whose own groups do nothing since pytest 9.2
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give one worker all that needs the pool, one what needs trainers' worlds: there is one of each."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group(nodeid.partition("::")[0])
+
+    return Groups(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    for item in items:  # one worker runs all that needs the pool, one what needs trainers' worlds: there is one of each
-        shared = {"pool", "world"} & set(getattr(item, "fixturenames", ()))
-        item.add_marker(pytest.mark.xdist_group(shared.pop() if shared else item.nodeid.partition("::")[0]))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):

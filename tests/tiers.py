@@ -20,12 +20,17 @@ HEAVY: Final = frozenset(
 
 def tier(path: Path) -> str:
     """Return "a" or "b": the step that runs the test file."""
-    return "b" if _imports_heavy(path, frozenset()) or _uses_pool(path) else "a"
+    return "b" if _imports_heavy(path, frozenset()) or _takes(path, "pool") else "a"
 
 
-def _uses_pool(path: Path) -> bool:
+def group(file: str) -> str:
+    """Return what the test file shares with others, for which one worker runs them all: ranks, or itself alone."""
+    return next((ranks for ranks in ("world", "pool") if _takes(ROOT / file, ranks)), file)
+
+
+def _takes(path: Path, fixture: str) -> bool:
     functions = (node for node in ast.walk(_parsed(path)) if isinstance(node, ast.FunctionDef))
-    return any(argument.arg == "pool" for function in functions for argument in function.args.args)
+    return any(argument.arg == fixture for function in functions for argument in function.args.args)
 
 
 @functools.cache

@@ -20,7 +20,6 @@ from ringspan.measure.cluster import doctor
 from ringspan.measure.trace import rehearsal
 from ringspan.plan import planner
 from ringspan.torch.runtime import launch
-from ringspan.train.metrics import StepMetrics
 from tests.cli.test_bad_input import ended
 from tests.surface import MODEL
 
@@ -75,18 +74,6 @@ def test_json_has_standard_output_for_itself(capsys, monkeypatch):
     out, err = ended(monkeypatch, capsys, "plan", "--json", "--device", "a100", code=0)
     assert err == "" and len(out.splitlines()) == 1
     assert "is taken as" in json.loads(out)["reasons"][-1]
-
-
-METRICS = StepMetrics(
-    step=3,
-    loss=1.25,
-    grad_norm=1.0,
-    lr=1e-3,
-    tokens_per_second=12345.0,
-    matmul_utilization=0.4,
-    peak_bytes=2_000_000_000,
-    seconds=1.0,
-)
 
 
 def started(*arguments, **options):

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from ringspan.conformance import own
 from ringspan.conformance.__main__ import app, judged
 from ringspan.conformance.cases import CASES, Setting
-from ringspan.conformance.ranks import Ranks, outcome
+from ringspan.conformance.ranks import outcome
 from tests.conformance import wrong
 from tests.pool import Pool
 
@@ -112,39 +112,6 @@ def test_the_command_reports_and_exits_with_what_it_found():
     failed = {each["case"] for each in report["rows"] if each["outcome"] == "failed"}
     assert (result.exit_code, failed) == (1, {"documents", "document leak"})
     assert {each["case"] for each in report["rows"] if each["outcome"] == "not asked"} == {"loss"}
-
-
-@pytest.mark.long
-def test_imports_are_not_hangs_and_unsupported_restarts_nothing(tmp_path: Path, monkeypatch: Any):
-    (tmp_path / "slow.py").write_text(
-        "import multiprocessing, time\n"
-        "if multiprocessing.current_process().name != 'MainProcess': time.sleep(4)\n"
-        "def attention(*args, **options): raise NotImplementedError('anything')\n"
-    )
-    monkeypatch.chdir(tmp_path)
-    ranks = Ranks(2, "slow:attention", None, "zigzag", "cpu", seconds=3.0)
-    try:
-        assert ranks.run(0) == ["not supported: anything"] * 2
-        processes = list(ranks._processes)
-        assert ranks.run(1) == ["not supported: anything"] * 2
-        assert ranks._processes == processes
-    finally:
-        ranks.close()
-
-
-@pytest.mark.long
-def test_what_passes_nothing_is_no_success():
-    command = ["--attention", "tests.conformance.wrong:nothing", "--ranks", "1"]
-    result = CliRunner().invoke(app, command)
-    assert result.exit_code == 1 and "0 passed, 0 failed, 12 not supported" in result.stdout
-
-
-@pytest.mark.long
-def test_what_is_no_number_is_null_in_json():
-    command = ["--attention", "tests.conformance.wrong:not_a_number", "--ranks", "1", "--json"]
-    result = CliRunner().invoke(app, command)
-    first = json.loads(result.stdout, parse_constant=pytest.fail)["rows"][0]
-    assert first["outcome"] == "failed" and first["errors"]["out"] is None
 
 
 @pytest.mark.parametrize(

@@ -132,19 +132,6 @@ def test_numbers_are_those_of_core_for_sixty_settings(page: Any, settings: Modul
             assert number(totals["one pass takes"]) == pytest.approx(whole.seconds, abs=1), where
 
 
-def test_ulysses_trades_before_its_hops_and_after_them(page: Any, settings: ModuleType):
-    assert not any(layout == "balanced" for _, layout, route, _ in settings.settings() if route.startswith("ulysses"))
-    setting = ("causal", "striped", "ulysses:2", 4)
-    layout = settings.layout_of("striped", settings.MASKS["causal"][1], 4)
-    there, back = trade(layout, layout, settings.SHAPE, 2, settings.speeds(8))
-    first, hop, last = (shown(page, setting, 8, step)[0] for step in (0, 1, 3))
-    assert [row[4] for row in first] == ["12 to 2", "12 to 3", "12 to 0", "12 to 1"]  # striped groups are 0 2 and 1 3
-    assert [row[4] for row in last] == [f"12 results to {peer}" for peer in (2, 3, 0, 1)]
-    assert [row[3] for row in first] == [row[3] for row in last] == ["0"] * 4
-    assert [number(row[5]) for row in hop] == pytest.approx([there.seconds] * 4, abs=0.1)
-    assert min(number(row[8]) for row in hop) >= there.seconds + back.seconds - 0.1
-
-
 def test_each_pair_of_the_mask_is_drawn_once(page: Any, settings: ModuleType):
     everything = np.arange(settings.LENGTH)
     for setting in [("mixed", "zigzag", "pass-q", 8), *some_settings(settings, 7, 13, 5)]:

@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 
-from benchmarks import in_context_rl, in_context_rl_memory, retrieval
+from benchmarks import in_context_rl_memory, retrieval
 from ringspan.cli.commands.evaluate import evaluate_ranks
 from ringspan.evaluate.settings import EvalSettings
 from ringspan.torch.runtime.launch import launch
 from tests.examples.imported import imported
-
-WORLD = ["--world=grid", "--tasks=5", "--collected=4", "--steps=3", "--tokens=100", "--evaluated=4"]
 
 
 def called(folder: str, name: str, options: list[str], **changes: Any) -> None:
@@ -24,38 +22,6 @@ def called(folder: str, name: str, options: list[str], **changes: Any) -> None:
     sys.argv = [f"{name}.py", *options]
     module.main()
     vars(module).update(before)
-
-
-def compared(options: list[str]) -> None:
-    called("in_context_rl", "compare", options)
-
-
-@pytest.mark.long
-def test_agents_are_compared_and_a_run_that_was_ended_continues(tmp_path, monkeypatch):
-    result = tmp_path / "grid.json"
-    options = [*WORLD, "--trajectories=bc,1,3", f"--output={tmp_path / 'agents'}", f"--result={result}"]
-    launch(compared, 2, [*options, "--seeds=1"], threads=1)
-    before = json.loads(result.read_text())["rows"]
-    launch(compared, 2, [*options, "--seeds=2"], threads=1)
-    rows = json.loads(result.read_text())["rows"]
-    assert rows[:3] == before and [(row["kind"], row["seed"]) for row in rows] == [
-        (kind, seed) for seed in (0, 1) for kind in ("bc", "1", "3")
-    ]
-    assert {row["ranks"] for row in rows} == {2} and [len(row["returns"]) for row in before] == [1, 1, 3]
-
-    monkeypatch.setattr(in_context_rl, "RESULT", tmp_path / "figures.json")
-    monkeypatch.setattr(in_context_rl, "DOCS", tmp_path)
-    in_context_rl.main([result])
-    made = json.loads((tmp_path / "figures.json").read_text())["worlds"]["grid"]
-    assert made["rows"] == rows
-    clone, one, three = made["table"]
-    assert (clone["kind"], one["kind"], three["kind"]) == ("bc", "1", "3") and three["tokens"] == 3 * 16
-    last = [row["returns"][-1] for row in rows if row["kind"] == "3"]
-    assert three["last_return"] == pytest.approx(sum(last) / 2, abs=0.006)
-    assert three["last_interval"] == pytest.approx(12.706 * abs(last[0] - last[1]) / 2, abs=0.006)
-    firsts = [[row["returns"][0] for row in rows if row["kind"] == kind] for kind in ("bc", "1")]
-    assert clone["gain"] is None and one["gain"] == pytest.approx(sum(firsts[1]) / 2 - sum(firsts[0]) / 2, abs=0.006)
-    assert (tmp_path / "in-context-rl-grid.svg").read_text().count('class="curve"') == 3
 
 
 @pytest.mark.long  # starts three processes

@@ -17,7 +17,7 @@ from ringspan.hf import RingConfig, RingTrainerMixin, seams
 from ringspan.hf.batches import takes_whole_batches, whole_logits
 from ringspan.hf.progress import load_optimizer, save_optimizer
 from tests.cases import long
-from tests.hf.trainers import TOLERANCE, Examples, arguments, check, differences, made, plain, saved, short_run, train
+from tests.hf.trainers import TOLERANCE, Examples, arguments, check, differences, made, plain, saved, train
 from tests.torch.models import build
 
 RINGS = [(4, 2), *long((3, 1))]  # ranks, replicas
@@ -29,12 +29,6 @@ def test_ten_steps_equal_one_process(world, ranks, replicas):
     expected = train(None, plain, "llama", None, sizes)
     assert len(expected["loss"]) == len(expected["grad_norm"]) == 10 and len(expected["eval_loss"]) == 1
     check(world, ranks, plain, "llama", {}, expected, replicate=replicas)
-
-
-@pytest.mark.long
-def test_experts_share_their_auxiliary_loss(world):
-    expected = short_run(plain, "mixtral+router", 2)
-    check(world, 4, plain, "mixtral+router", {"max_steps": 3}, expected, replicate=2)
 
 
 class Penalised:
@@ -94,17 +88,6 @@ def test_a_stream_is_dealt_to_replicas(world):
     expected = train(None, plain, "llama", None, options | {"per_device_train_batch_size": 4})
     for found in world(4).run(train, 4, plain, "llama", {}, options, replicate=2):
         assert differences(found, expected)["loss"] < TOLERANCE
-
-
-@pytest.mark.long
-def test_bfloat16_is_that_of_one_process(world):
-    options = {"bf16": True, "max_steps": 3}
-    expected = train(None, plain, "llama", None, options)
-    exact = train(None, plain, "llama", None, {"max_steps": 3})
-    assert expected["loss"] != exact["loss"]
-    for found in world(2).run(train, 2, plain, "llama", {}, options):
-        assert found["loss"] != exact["loss"]
-        assert differences(found, expected)["loss"] < 3e-3
 
 
 def metrics(prediction: Any) -> dict[str, float]:

@@ -162,15 +162,6 @@ def test_bfloat16_is_as_good_as_on_one_device():
         assert error < 1.4 * limit
 
 
-def test_all_heads_at_once_as_on_accelerators(monkeypatch):
-    """CPUs compute one after the other."""
-    problem = Problem(60, rs.sliding_window(25), batch=2, heads=4, groups=2, size=8, value_size=6)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    chunks = {"query_chunk": 8, "key_chunk": 8}
-    results = attention_and_gradients(*arrays(problem), rs.Layout("zigzag", 60, 2), problem.mask, **chunks)
-    assert max(errors(problem, results)) < FLOAT32_LIMIT
-
-
 def test_float64_stays_float64():
     problem = Problem(60, rs.causal(), dtype=torch.float64)
     with jax.enable_x64(True):

@@ -14,7 +14,6 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import (
     Callback,
     EMAWeightAveraging,
-    LearningRateFinder,
     ModelCheckpoint,
     ModelPruning,
     StochasticWeightAveraging,
@@ -262,21 +261,6 @@ def test_saving_before_the_first_step_changes_nothing(pool, expected, tmp_path):
     for through, resumed in pool.run(saved_at_start, 4, str(tmp_path / "saved")):
         assert through == pytest.approx(expected["losses"], rel=1e-5)
         assert resumed == pytest.approx(expected["losses"], rel=1e-5)
-
-
-def searched(mesh: Any, sizes: dict[str, Any] | None) -> list[float]:
-    """The losses of a search for a learning rate, which begins anew after it, and of the fit."""
-    search: list[Any] = [LearningRateFinder(min_lr=1e-4, max_lr=1e-1, num_training_steps=5)]
-    found = ring_fit(mesh, sizes, 4, callbacks=search) if sizes else fit({"devices": 1, "callbacks": search}, 4)
-    return found["losses"]
-
-
-@pytest.mark.long
-def test_a_search_for_a_learning_rate_leaves_no_trace(pool):
-    expected = searched(None, None)
-    assert len(expected) == 2 * (5 + STEPS)
-    for losses in pool.run(searched, 4, {"ring": 4}):
-        assert losses == pytest.approx(expected, rel=1e-5)
 
 
 class NotOnRing(Module):

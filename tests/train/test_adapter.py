@@ -1,10 +1,7 @@
 """``[adapter]``: the matrices of one process, however the work is split; folders that PEFT and the command open."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ringspan.checkpoints.state import model_facts
 from ringspan.core.errors import CheckpointError, ConfigError
 from ringspan.core.messages.changes import first_change
-from ringspan.evaluate.prompts import long_documents
 from ringspan.generate.folder import load_config, load_model
 from ringspan.generate.settings import GenerateSettings
 from ringspan.torch.weights.loading import read_whole
@@ -28,7 +24,6 @@ from ringspan.train.config.tables import TrainConfig
 from ringspan.train.loop import train
 from ringspan.train.model import build_model, load_model_config
 from tests.cases import long
-from tests.cli.commands.test_generate import printed
 from tests.torch.models import build, relative, tokens
 from tests.train.test_loop import losses, text, train_on  # noqa: F401  text is a fixture
 
@@ -151,41 +146,6 @@ def opened_by_the_command(folder: Path) -> Any:
     return load_model(asked, load_config(asked))
 
 
-@pytest.mark.timeout(300)  # three commands import PyTorch and transformers
-@pytest.mark.long
-def test_the_commands_open_what_was_trained(pool, base, tmp_path):
-    """The folder as it was saved, whose base model is a folder, or an id that the Hub's cache has."""
-    pool.run(train_on, 4, settings(base, "asked", {"rank": 2}, mesh={"replicate": 2}, steps=2))
-    folder = base.parent / "asked" / "model"
-    prompt = "the quick brown fox"
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model: Any = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base), folder)
-    ids = tokenizer(prompt, return_tensors="pt").input_ids
-    new = model.generate(input_ids=ids, max_new_tokens=5, do_sample=False)[0, ids.shape[1] :].tolist()
-    asked = ("--prompt", prompt, "--max-new-tokens", 5, "--nproc", 2, "--json")
-    assert json.loads(printed(folder, *asked)[0])["token_ids"] == new
-
-    there = tmp_path / "models--somebody--base"
-    shutil.copytree(base, there / "snapshots" / ("0" * 40))
-    (there / "refs").mkdir()
-    (there / "refs" / "main").write_text("0" * 40)
-    of_an_id = shutil.copytree(folder, tmp_path / "adapter")
-    written = json.loads((folder / "adapter_config.json").read_text())
-    (of_an_id / "adapter_config.json").write_text(json.dumps({**written, "base_model_name_or_path": "somebody/base"}))
-    environment = {**os.environ, "HF_HUB_CACHE": str(tmp_path)}
-    assert json.loads(printed(of_an_id, *asked, env=environment)[0])["token_ids"] == new
-    command = [sys.executable, "-m", "ringspan", "eval", "perplexity", str(of_an_id), "--length", "30", "--items", "1"]
-    done = subprocess.run(
-        [*command, "--json"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    [(_, document), *_] = long_documents()
-    ids = tokenizer(document[:400], return_tensors="pt").input_ids[:, :30]
-    with torch.no_grad():
-        loss = float(model(input_ids=ids, labels=ids).loss)
-    assert json.loads(done.stdout)["rows"][0]["loss"] == pytest.approx(loss, rel=1e-5)
-
-
 def test_a_run_resumes_on_another_mesh_and_is_merged(pool, base):
     """From a checkpoint that holds the adapter alone; with other weights it does not resume."""
     adapter, name = {"rank": 4, "merge": True}, "resumed"
@@ -264,40 +224,6 @@ def test_a_merged_model_is_what_peft_merges_of_one_process(pool, base, name, ada
         )
         > 1e-3
     ), "it learns"
-
-
-def test_the_writer_of_a_merged_model_holds_one_weight(pool, base):
-    config = settings(base, "narrow", {"rank": 2, "merge": True}, mesh={"replicate": 2}, steps=1)
-    [largest, *others] = pool.run(widest_reads, 4, config)
-    assert largest == 1 and not any(others), "ranks that do not write hold none"
-
-
-def widest_reads(mesh: Any, config: TrainConfig) -> int:
-    """How many merged weights rank 0 has at once, and others at all."""
-    from ringspan.train import adapter
-
-    alive, most = 0, 0
-
-    class Counted(adapter._Merged):
-        def _merge(self, weight: Any) -> Any:
-            nonlocal alive, most
-            merged = super()._merge(weight)
-            alive += not merged.is_meta
-            most = max(most, alive)
-            return merged
-
-        def read(self, region: Any) -> Any:
-            nonlocal alive
-            result = super().read(region)
-            alive -= self._whole is None and self._layer is not None
-            return result
-
-    plain, adapter._Merged = adapter._Merged, Counted
-    try:
-        train_on(mesh, config)
-    finally:
-        adapter._Merged = plain
-    return most
 
 
 def test_an_adapter_of_a_tied_weight_is_not_merged(base):

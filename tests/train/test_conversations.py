@@ -12,7 +12,6 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from ringspan.core.errors import ConfigError
-from ringspan.core.messages.extras import installed
 from ringspan.train.config.load import parse_config
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data.messages import read_conversations
@@ -244,42 +243,3 @@ def test_frames_of_a_video_become_one_array(talk, tmp_path):
     batch = SeenSequences(read_conversations(data).examples, processor, sequence_length_tokens=29).batch([0])
     assert batch["pixel_values_videos"].shape == (1, 2, 10, 8, 3)
     assert int(batch["attention_mask"].sum()) == 2
-
-
-def write_reader_of_video(folder: Path) -> None:
-    """A folder whose processor is Qwen2-VL's, which takes videos."""
-    tokenizer = write_processor(folder).tokenizer
-    for path in folder.iterdir():
-        path.unlink()
-    tokenizer.save_pretrained(folder)
-    named = {"processor_class": "Qwen2VLProcessor", "image_processor_type": "Qwen2VLImageProcessor"}
-    (folder / "preprocessor_config.json").write_text(json.dumps(named))
-    named["video_processor_type"] = "Qwen2VLVideoProcessor"
-    (folder / "video_preprocessor_config.json").write_text(json.dumps(named))
-    (folder / "config.json").write_text(json.dumps({"model_type": "qwen2_vl"}))
-
-
-@pytest.mark.skipif(installed("torchvision"), reason="it has what it needs")
-def test_a_processor_that_needs_torchvision_says_what_to_install(talk, tmp_path):
-    write_reader_of_video(tmp_path / "reader")
-    config = settings(talk, "reader")
-    model = config.model.model_copy(update={"tokenizer": str(tmp_path / "reader")})
-    config = config.model_copy(update={"model": model})
-    with pytest.raises(ConfigError, match=r"requires the Torchvision library .* pip install torchvision torchcodec$"):
-        load_processor(config.model, load_model_config(config))
-
-
-def test_a_file_that_no_package_reads_says_what_to_install(talk, tmp_path):
-    class Reader:
-        tokenizer = AutoProcessor.from_pretrained(talk / "processor").tokenizer
-
-        def apply_chat_template(self, messages: Any, **_: Any) -> Any:
-            raise ImportError(f"`torchcodec` is not installed, for {messages[0][0]['content'][0]['video']}")
-
-    write_row(tmp_path, [{"type": "video", "path": "one.jsonl"}])
-    examples = read_conversations(settings(talk, "film", data={"paths": str(tmp_path / "one.jsonl")}).data).examples
-    message = (
-        r"one.jsonl:2: Reader needs a package that is missing: `torchcodec` .* pip install torchvision torchcodec$"
-    )
-    with pytest.raises(ConfigError, match=message):
-        SeenSequences(examples, Reader(), sequence_length_tokens=29)[0]

@@ -1,8 +1,6 @@
 """``ringspan eval``: its object, picture and page; a run that is killed and continues; refusals of one line."""
 
-import json
 import os
-import re
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -14,7 +12,6 @@ import pytest
 from ringspan.cli.commands.evaluate import merged
 from tests.cli.test_bad_input import refusal
 from tests.evaluate.models import save
-from tests.surface import check_object
 
 
 @pytest.fixture(scope="module")
@@ -43,48 +40,6 @@ class Page(HTMLParser):
     def handle_data(self, data: str) -> None:
         if self.tags[-1:] == ["title"]:
             self.titles.append(data)
-
-
-@pytest.mark.timeout(300)  # three commands, the first of them killed
-@pytest.mark.long
-def test_a_killed_run_resumes_under_torchrun_and_draws_models(folder, tmp_path):
-    other = save(tmp_path / "other", max_position_embeddings=800, hidden_size=16)
-    asked = ("needle", folder, other, "--lengths", "700,900", "--depths", "0,1", "--items", 2, "--json")
-    first = run(tmp_path, *asked, "--nproc", 1)
-    assert first.stderr is not None
-    for line in first.stderr:
-        if "item 3 of 8" in line:
-            first.kill()
-            break
-    first.wait()
-    (records,) = (tmp_path / "runs/eval").glob("*.jsonl")
-    done = records.read_text().splitlines()[:3]
-    drawn = ("--picture", "map.png", "--page", "map.html")
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m")
-    second = run(tmp_path, *asked, *drawn, launcher=launcher)
-    out, err = second.communicate(timeout=300)
-    assert second.returncode == 0, err
-    continued = re.search(r"tiny: (\d) of 8 items are in .*; continuing after them", err)
-    assert continued and int(continued[1]) >= 3
-    assert f"tiny: item {int(continued[1]) + 1} of 8" in err and "tiny: item 1 of 8" not in err
-    assert records.read_text().splitlines()[:3] == done
-    assert "other: skipped: 900 tokens, the model has 800 positions" in err
-    result = json.loads(out)
-    check_object("eval", result)
-    assert result["task"] == "needle" and result["model"] == [str(folder), str(other)]
-    assert len(result["rows"]) == 4 + 2 and result["skipped"][0]["length"] == 900
-    assert {(row["length"], row["depth"], row["items"]) for row in result["rows"]} == {
-        (length, depth, 2) for length in (700, 900) for depth in (0.0, 1.0)
-    }
-    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
-    page = Page((tmp_path / "map.html").read_text())
-    assert page.tags.count("table") == 2 and "script" not in page.tags and "svg" in page.tags
-    cells = [title for title in page.titles if "depth" in title]
-    assert len(cells) == 6 and all("n = 2" in title for title in cells)
-    # All is done: the same again computes nothing, on any number of ranks.
-    third = run(tmp_path, *asked, "--nproc", 2)
-    out, err = third.communicate(timeout=300)
-    assert json.loads(out) == result and "item" not in err.replace("items are in", "")
 
 
 def test_models_that_lack_positions_are_named_before_evaluation(folder, tmp_path, monkeypatch, capsys):

@@ -91,13 +91,6 @@ def test_it_prints_the_text_of_one_process_and_what_it_took(folder, tmp_path):
 
 
 @pytest.mark.long
-def test_a_cache_of_fewer_bits(folder):
-    long = ("--prompt", BOOK * 3, "--max-new-tokens", 2, "--json")
-    whole, int8 = (json.loads(printed(folder, *long, *options)[0]) for options in ((), ("--cache-dtype", "int8")))
-    assert int8["cache_bytes_per_rank"] < 0.8 * whole["cache_bytes_per_rank"]  # the last tokens keep their bits
-
-
-@pytest.mark.long
 def test_it_prints_the_text_as_it_comes_and_samples_under_a_seed(folder):
     options = ("--top-p", 0.9, "--temperature", 0.8, "--seed", 7, "--max-new-tokens", 12, "--nproc", 2, "--tp", 2)
     out, err = printed(folder, "--prompt", BOOK, *options)
@@ -149,32 +142,6 @@ def test_a_book_is_read_once(folder, book, ranks):
     assert "read " not in err, "nothing of the book"
 
 
-@pytest.mark.long
-def test_a_chat_goes_on_after_a_saved_cache(folder, book, tmp_path):
-    options = ("--chat", "--nproc", 2, "--max-new-tokens", 12)
-    kept = tmp_path / "kept"
-    out, _ = printed(folder, *options, "--load-cache", book, "--save-cache", kept, input=f"{QUESTION}\n")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    first = expected(folder, f"{BOOK}\n{QUESTION}\n")
-    assert out.rstrip("\n") == tokenizer.decode(first).rstrip("\n")
-    out, _ = printed(folder, *options, "--load-cache", kept, input="Why?\n")
-    before = [*tokenizer(f"{BOOK}\n{QUESTION}\n").input_ids, *first[:-1]]  # of the last token nothing is kept
-    ids = torch.tensor([[*before, *tokenizer("\nWhy?\n").input_ids]])
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
-    second = model.generate(ids, max_new_tokens=12)[0, ids.shape[1] :]
-    assert out.rstrip("\n") == tokenizer.decode(second).rstrip("\n")
-
-
-@pytest.mark.long
-def test_a_chat_line_beyond_the_positions_raises_and_is_dropped(folder, book, tmp_path):
-    options = ("--chat", "--nproc", 2, "--max-new-tokens", 12, "--save-cache", tmp_path / "kept")
-    out, err = printed(folder, *options, input=f"{QUESTION}\n{BOOK * 4}\nWhy?\n")
-    assert "ringspan: " in err and "are more than the 256 positions of the model" in err
-    assert (tmp_path / "kept" / "manifest.json").is_file()
-    same, _ = printed(folder, *options[:-2], input=f"{QUESTION}\nWhy?\n")
-    assert out == same
-
-
 @pytest.fixture(scope="module")
 def with_beams(folder, tmp_path_factory):
     path = shutil.copytree(folder, tmp_path_factory.mktemp("beams") / "model")
@@ -195,18 +162,6 @@ def test_the_byte_order_mark_of_a_file_is_no_part_of_the_prompt(tmp_path, monkey
     assert prompt_text(None, tmp_path / "book.txt") == BOOK
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(BOOK.encode("utf-8-sig"))))
     assert prompt_text("-", None) == BOOK
-
-
-@pytest.mark.long
-def test_a_damaged_cache_is_refused_in_a_line(folder, book, tmp_path):
-    copy = shutil.copytree(book, tmp_path / "book")
-    (copy / "rank_00000.safetensors").unlink()
-    command = [sys.executable, "-m", "ringspan", "generate", str(folder), "--prompt", QUESTION, "--nproc", "2"]
-    command += ["--load-cache", str(copy), "--max-new-tokens", "5"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    starting, line = done.stderr.splitlines()
-    assert (done.returncode, starting, done.stdout) == (2, "starting 2 ranks", "")
-    assert "rank_00000.safetensors: is missing" in line
 
 
 @pytest.mark.parametrize(

@@ -67,16 +67,6 @@ def test_plain_fsdp_on_one_device_is_the_plan(monkeypatch, capsys):
     assert result["why_not"]["step_seconds"] == result["step_seconds"]
 
 
-PLANS = {
-    "fits": ("--length", "262144"),
-    "does not fit": ("--length", "50000000", "--devices", "8", "--device", "a100"),
-    "nothing fits": ("--model", "llama-3.1-405b", "--devices", "2"),
-    "large": ("--device", "GB300", "--devices", "144", "--length", "50000000", "--batch", "4"),
-    "one device": ("--model", "qwen3-0.6b", "--devices", "1", "--length", "4096"),
-    "given by hand": ("--device", "flops=2e12,memory_bytes=16e9,intra_node_bandwidth=1e10", "--length", "4096"),
-}
-
-
 GENERATE = ("--generate", "--prompt", "100000", "--new-tokens", "50")
 
 

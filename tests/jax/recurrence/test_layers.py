@@ -109,30 +109,6 @@ def by_document(name: str, starts: tuple[int, ...], given: dict[str, np.ndarray]
     return np.concatenate(outs, out_dim)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("layout", "ranks", "tokens", "starts"),
-    [
-        ("contiguous", 4, 17, (0, 2, 3, 11)),
-        ("zigzag", 4, 9, (0,)),  # spans shorter than the convolution
-        ("zigzag", 8, 39, (0, 1, 7, 30)),  # many spans: a logarithmic number of rounds
-    ],
-)
-@pytest.mark.parametrize("name", LAYERS)
-def test_outputs_and_gradients_are_those_of_the_whole_sequence(name, layout, ranks, tokens, starts):
-    given, out_dim = arguments(name, tokens), LAYERS[name][2]
-    split = rs.Layout(layout, tokens, ranks)
-    expected = by_document(name, starts, given)
-    dout = np.random.default_rng(1).standard_normal(expected.shape)
-    with jax.enable_x64(True):
-        out, *gradients = on_ring(name, split, starts, given, dout, np.nan)
-        _, *truth = on_ring(name, rs.Layout("contiguous", tokens, 1), starts, given, dout, 0)
-    assert out.shape[out_dim] == tokens
-    np.testing.assert_allclose(out, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
-    for key, gradient, wanted in zip(given, gradients, truth, strict=True):
-        np.testing.assert_allclose(gradient, wanted, rtol=0, atol=1e-10 * np.abs(wanted).max(), err_msg=key)
-
-
 @pytest.mark.parametrize(("number", "name"), enumerate(LAYERS))
 def test_outputs_are_the_oracles_and_gradients_its_derivatives(number, name):
     """Along a random direction, against differences of the oracle."""

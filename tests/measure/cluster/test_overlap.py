@@ -5,12 +5,7 @@ Making the link takes root, so elsewhere these are skipped, and say so.
 
 import json
 import os
-import signal
-import subprocess
-import sys
-import time
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -56,27 +51,6 @@ def test_the_published_crossings_are_where_the_law_puts_them():
         assert sweep["crossing_tokens"] == pytest.approx(overlap.crossed(shares))
 
 
-@pytest.mark.long
-@pytest.mark.usefixtures("link")
-@pytest.mark.parametrize("signalled", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_stays_behind_when_it_is_ended(tmp_path: Path, signalled: signal.Signals):
-    options = "--gigabits", "0.001", "--output", str(tmp_path / "overlap.json")
-    command = [sys.executable, "-m", "benchmarks.overlap", *options]
-    # Shells start what runs in the background with SIGINT ignored, and so would be all that this suite starts.
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    process = subprocess.Popen(command, stderr=subprocess.DEVNULL, cwd=ROOT, preexec_fn=heed)
-    try:
-        namespaces = _wait_until(lambda: _joined(process.pid))
-        assert len(set(namespaces.values())) == 2, "each rank has a namespace of its own"
-        process.send_signal(signalled)
-        process.wait(10)
-    finally:
-        process.kill()
-        process.wait()
-    assert not (tmp_path / "overlap.json").exists()
-    _wait_until(lambda: not any(_namespace(pid) == namespace for pid, namespace in namespaces.items()))
-
-
 @pytest.mark.parametrize(
     ("shares", "expected"),
     [
@@ -107,11 +81,3 @@ def _namespace(pid: int) -> str | None:
         return os.readlink(f"/proc/{pid}/ns/net")
     except OSError:
         return None
-
-
-def _wait_until(condition):
-    deadline = time.monotonic() + 30
-    while not (found := condition()):
-        assert time.monotonic() < deadline, "not within 30 s"
-        time.sleep(0.05)
-    return found

@@ -2,8 +2,6 @@
 
 import json
 import shutil
-import subprocess
-import tempfile
 
 import pytest
 import torch
@@ -144,66 +142,6 @@ def test_the_files_are_written(profiles, tmp_path):
 @pytest.mark.long
 def test_many_ranks_stay_below_five_megabytes(profiles):
     assert len(page(profiles * 20, "sixty ranks")) < 5_000_000
-
-
-# What a user would do, done in the page; what came of it is left in the document.
-ACTIONS = """<script>
-const seen = {errors: []};
-window.addEventListener("error", event => seen.errors.push(String(event.message)));
-window.addEventListener("unhandledrejection", event => seen.errors.push(String(event.reason)));
-const complain = console.error;
-console.error = (...words) => { seen.errors.push(words.join(" ")); complain(...words); };
-const pause = milliseconds => new Promise(done => setTimeout(done, milliseconds));
-(async () => {
-  while (document.readyState !== "complete") await pause(50);
-  const titles = (place, kind) => [...place.querySelectorAll(`.${kind} > title`)].map(title => title.textContent);
-  const [first, second] = document.querySelectorAll("#memory details"), timeline = document.getElementById("timeline");
-  seen.moments = titles(first, "spot").length;
-  seen.moment = titles(first, "spot")[0];
-  seen.bars = titles(timeline, "time");
-  const size = spot => spot.getBoundingClientRect();
-  const [widest] = [...first.querySelectorAll(".spot path")].sort((one, other) => size(other).width - size(one).width);
-  const {x, y, width: wide, height} = size(widest);
-  const under = document.elementFromPoint(x + wide / 2, y + height / 2);
-  seen.points_at_it = under === widest;
-  second.open = true;
-  await pause(100);
-  seen.open = [...document.querySelectorAll("#memory details")].map(each => each.open);
-  const zoom = timeline.querySelector("input"), picture = timeline.querySelector("svg");
-  const widths = () => picture.getBoundingClientRect().width / picture.parentElement.clientWidth;
-  const before = widths();
-  zoom.value = 4;
-  zoom.dispatchEvent(new Event("input"));
-  seen.zoomed = [before, widths()];
-  seen.ids = document.querySelectorAll("svg [id]").length;
-  const out = document.createElement("pre");
-  out.id = "seen";
-  out.textContent = JSON.stringify(seen);
-  document.body.append(out);
-})();
-</script></head>"""
-
-
-@pytest.mark.skipif(BROWSER is None, reason="no Chromium on this machine: the report is not drawn")
-def test_the_report_works_in_a_browser(profiles, tmp_path):
-    report = tmp_path / "report.html"
-    report.write_text(page(profiles, "a profile").replace("</head>", ACTIONS, 1), encoding="utf-8")
-    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
-    flags += " --disable-component-update --disable-sync --virtual-time-budget=30000 --window-size=1280,1400 --dump-dom"
-    with tempfile.TemporaryDirectory() as folder:
-        command = [str(BROWSER), *flags.split(), f"--user-data-dir={folder}", report.as_uri()]
-        page_text = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100).stdout
-    seen = json.loads(page_text.split('<pre id="seen">')[1].split("</pre>")[0].replace("&amp;", "&"))
-    assert seen["errors"] == []
-    assert seen["moments"] == len(profiles[0].memory["seconds"])
-    assert seen["moment"].startswith("forward, ") or " ms\n" in seen["moment"]
-    assert all(f"\n{name} " in seen["moment"] for name in CATEGORIES)
-    assert seen["points_at_it"]
-    assert len(seen["bars"]) == sum(len(p.visits) + 2 * len(p.passages) for p in profiles)
-    assert any(bar.startswith("waits, hop") for bar in seen["bars"])
-    assert seen["open"] == [False, True, False]
-    assert seen["zoomed"] == pytest.approx([1, 4], rel=0.001)
-    assert seen["ids"] == 0, "several pictures of a page share no names"
 
 
 def gathered_from(mesh: DeviceMesh) -> int:

@@ -5,8 +5,6 @@ import itertools
 import json
 import logging
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -497,42 +495,3 @@ def test_a_default_accepts_a_text_long_enough_to_train_on(tmp_path: Path, caplog
     data = build_data(train_config(file), tokenizer)
     assert data.eval is None and len(data.train) == 2
     assert "17 tokens are too few to hold some out" in caplog.text
-
-
-SECOND_PROCESS = """
-import sys
-from ringspan.torch.data.batch import IGNORED
-from ringspan.train.config.load import parse_config
-from ringspan.train.data.sequences import build_data
-from ringspan.train.data.tokens import train_tokenizer
-from ringspan.train.data import documents as reading
-from ringspan.train.data.documents import load_documents
-
-config = parse_config({"model": {"path": "unused"}, "data": {"paths": sys.argv[1], "sequence_length_tokens": 8}})
-data = build_data(config, train_tokenizer(load_documents(config.data), 270))
-print(data.num_tokens, len(data.train), data.num_skipped_files, *data.train[5]["input_ids"])
-"""
-
-
-def test_a_second_process_only_maps_the_files_of_the_first(tmp_path: Path):
-    config = train_config(corpus(tmp_path / "text", 25))
-    write(tmp_path / "text/empty.txt", "")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-        data = build_data(config, train_tokenizer(load_documents(config.data), 270))
-
-    def stamps() -> dict[Path, int]:
-        return {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*.arrow")}
-
-    before = stamps()
-    run = subprocess.run(
-        [sys.executable, "-c", SECOND_PROCESS, config.data.paths[0]],
-        env={**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "cache"), "PYTHONHASHSEED": "7"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    expected = [data.num_tokens, len(data.train), 1, *data.train[5]["input_ids"].tolist()]
-    assert [int(word) for word in run.stdout.split()] == expected
-    assert len(before) == 3  # the documents, those with text, their tokens
-    assert stamps() == before

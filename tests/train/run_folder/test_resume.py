@@ -189,43 +189,6 @@ def test_another_mesh_or_layout_goes_on_with_the_same_tokens(pool, text, name, c
         assert value == pytest.approx(expected[step, what], rel=tolerance, abs=0), (step, what)
 
 
-@pytest.mark.long
-def test_a_run_with_split_heads_goes_on_whole(pool, text, uninterrupted):  # noqa: F811
-    pool.run(train_and_see, 4, config(text, "split", mesh={"tp": 2}), 2)
-    assert json.loads((text / "split" / "checkpoints" / "step_00000003" / "manifest.json").read_text())["manifest"][
-        "mesh"
-    ] == {"replicate": 1, "ring": 2, "tp": 2}
-    pool.run(train_and_see, 4, config(text, "split"))
-    assert curve(text / "split") == pytest.approx(curve(uninterrupted), rel=1e-5)
-    for name, weight in weights(uninterrupted).items():
-        torch.testing.assert_close(weights(text / "split")[name], weight, rtol=1e-3, atol=1e-4)
-
-
-@pytest.mark.long
-def test_another_batch_size_takes_up_the_data_where_it_was(pool, text):  # noqa: F811
-    first = config(text, "batch", steps=2, optimizer=OPTIMIZER | {"batch_size": 3})
-    pool.run(train_and_see, 4, first)
-    positions = pool.run(positions_after_resume, 4, config(text, "batch", steps=4))
-    assert positions == [[[6], [7]]] * 4  # six sequences were taken; then one per step
-
-
-def positions_after_resume(mesh, config):
-    from ringspan.train.data.order import BatchOrder
-
-    seen, original = [], BatchOrder.step_indices
-
-    def step_indices(order, step):
-        seen.append([order.place(step) + i for i in range(order.global_batch_size)])
-        return original(order, step)
-
-    BatchOrder.step_indices = step_indices
-    try:
-        train(config)
-    finally:
-        BatchOrder.step_indices = original
-    return seen
-
-
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
@@ -260,18 +223,6 @@ def test_fewer_steps_than_it_has_come_to_are_refused(pool, text):  # noqa: F811
     pool.run(train_and_see, 4, config(text, "fewer"), 3)
     for outcome in pool.outcomes(train_and_see, 4, config(text, "fewer", steps=2)):
         assert isinstance(outcome, ConfigError) and "has come to step 4, beyond steps = 2" in str(outcome)
-
-
-def eval_loss_at_the_end(mesh, config):
-    return train(config).eval_loss
-
-
-@pytest.mark.long
-def test_a_run_stopped_at_its_last_step_is_evaluated(pool, text):  # noqa: F811
-    pool.run(train_and_see, 4, config(text, "late", evaluation={"every_steps": 3}), 3)
-    losses = pool.run(eval_loss_at_the_end, 4, config(text, "late", steps=4, evaluation={"every_steps": 3}))
-    found = {step: value for (step, name), value in curve(text / "late").items() if name == "eval_loss"}
-    assert sorted(found) == [3, 4] and losses == [found[4]] * 4 and found[3] != found[4]
 
 
 @pytest.mark.parametrize(("name", "mesh"), [("the same", {}), *long(("heads over 2", {"tp": 2}))])
