@@ -46,7 +46,7 @@ _HOPPER: Final = 9  # the first number of its compute capability
 
 @contextmanager
 def registered(*kernels: Returning | InPlace) -> Iterator[None]:
-    """Register kernels under their names while this context is active."""
+    """Register kernels under their names while active."""
     before = dict(KERNELS)
     KERNELS.update({kernel.name: kernel for kernel in kernels})
     try:
@@ -56,7 +56,6 @@ def registered(*kernels: Returning | InPlace) -> Iterator[None]:
 
 
 def why_not(kernel: str, q: Tensor, v: Tensor, scores: Scores) -> str | None:
-    """Return why a kernel requested by name cannot serve; None if it can."""
     return None if kernel == "auto" else KERNELS[kernel].why_not(q, v, scores)
 
 
@@ -77,7 +76,7 @@ def serving(kernel: str, q: Tensor, v: Tensor, scores: Scores) -> tuple[str, ...
 
 
 def laid_out(names: tuple[str, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensors as all serving kernels can read them, copied if necessary; received ones are contiguous."""
+    """Return the tensors as all serving kernels can read them, copied if necessary."""
     return Memory.of_all(KERNELS[name].memory for name in names).laid_out(*tensors)
 
 

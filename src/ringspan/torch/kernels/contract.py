@@ -11,7 +11,7 @@ from ringspan.torch.kernels.score_mod import Scores
 
 
 class BackwardInputs(NamedTuple):
-    """Inputs of a backward pass: the incoming gradient and its forward pass's inputs and results.
+    """The incoming gradient, and the forward pass's inputs and results.
 
     dout and out (B, H, rows, E), q (B, H, rows, D), k (B, G, keys, D), v (B, G, keys, E), lse (B, H, rows).
     """
@@ -27,13 +27,13 @@ class BackwardInputs(NamedTuple):
 class Kernel(Protocol):
     """Attention of the rows and keys of launches: the result of one, or added to an earlier result.
 
-    q (B, H, rows, D), k (B, G, keys, D), v (B, G, keys, E), already cut to the launch; G divides H. ``lse`` is the
-    natural log-sum-exp in float32; a row that no tile of the launch gives a key has out 0 and lse -inf. ``scores`` maps
-    a product q . k to its score, with the launch's positions if they count. Backward takes the GLOBAL out and lse of
-    the rows and makes this launch's share of dq, dk, dv.
+    q (B, H, rows, D), k (B, G, keys, D), v (B, G, keys, E), cut to the launch; G divides H. ``lse`` is the natural
+    log-sum-exp in float32; a row without keys has out 0 and lse -inf. ``scores`` maps q . k to scores, with the
+    launch's positions if they count. Backward takes the rows' GLOBAL out and lse and computes this launch's share of
+    dq, dk, dv.
 
-    ``memory`` is how q, k, v, dout and out must lie (``laid_out``). The running sums of a kernel that adds in place
-    always lie in rows, with any strides of batch, heads and tokens; lse, slopes and positions may have any strides.
+    ``memory``: required layout of q, k, v, dout and out (``laid_out``). Running sums of an in-place kernel lie in rows,
+    with any strides of batch, heads and tokens; lse, slopes and positions may have any strides.
     """
 
     name: str
@@ -43,9 +43,7 @@ class Kernel(Protocol):
         """Return why this kernel cannot serve such tensors and scores; None if it can, for any tiles."""
         ...
 
-    def launches(self, tiles: tuple[Tile, ...]) -> KernelLaunches:
-        """Return the launches that compute some tiles."""
-        ...
+    def launches(self, tiles: tuple[Tile, ...]) -> KernelLaunches: ...
 
 
 class Returning(Kernel, Protocol):

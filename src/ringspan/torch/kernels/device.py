@@ -89,16 +89,13 @@ def _own_rules(device: torch.device) -> DeviceRules:
 
 
 def multiplies_16_bits() -> bool:
-    """Return whether this CPU multiplies bfloat16 matrices faster than float32 ones (AMX, AVX512_BF16).
-
-    Other x86 CPUs take 1.5 times as long as in float32 in PyTorch's kernel, and three times on short documents.
-    """
+    """Return whether this CPU has AMX or AVX512_BF16; others take 1.5 to 3 times as long in bfloat16 as in float32."""
     is_x86 = platform.machine().lower() in ("x86_64", "amd64")
     return not is_x86 or torch.cpu._is_amx_tile_supported() or torch.cpu._is_avx512_bf16_supported()
 
 
 def runs_triton(x: Tensor) -> bool:
-    """Return whether our own kernels run where ``x`` is: a CUDA device with float32 sums and an installed Triton."""
+    """Return whether our own kernels run on ``x``'s device: CUDA with float32 sums and an installed Triton."""
     return x.device.type == "cuda" and x.dtype == torch.float32 and rules_of(x.device).has_package("triton")
 
 

@@ -4,7 +4,6 @@ from torch import Tensor
 
 
 def too_large(q: Tensor, v: Tensor, largest: int) -> str | None:
-    """Return why an operator with this largest head size cannot serve; None if it can."""
     size = max(q.shape[-1], v.shape[-1])
     return None if size <= largest else f"its heads have at most {largest} numbers, these have {size}"
 

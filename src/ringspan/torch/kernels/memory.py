@@ -10,13 +10,10 @@ from torch import Tensor
 class Memory(NamedTuple):
     """A kernel's requirements on the layout of q, k, v, dout and out, each (B, H, T, D).
 
-    Args:
-        in_rows: the tokens of a head are the rows of a matrix, ``x.stride(3) == 1`` and ``x.stride(2) >= D``. Kernels
-            that ignore the last stride read wrong values if it is not 1, and so do matrix products if rows overlap, as
-            in an expanded tensor.
-        alignment_bytes: if a row takes a multiple of this, it also begins at one: for kernels that load vectors. Such a
-            kernel copies other rows to wider ones.
-        may_repeat: batch and heads may be expanded, that is have a stride of 0.
+    ``in_rows``: ``x.stride(3) == 1`` and ``x.stride(2) >= D``; else kernels that ignore the last stride, and products
+    of overlapping (expanded) rows, are wrong. ``alignment_bytes``: rows of a multiple of this also begin at one, for
+    vector loads; the kernel copies other rows to wider ones. ``may_repeat``: batch and heads may be expanded (stride
+    0).
     """
 
     in_rows: bool = True
@@ -25,12 +22,10 @@ class Memory(NamedTuple):
 
     @staticmethod
     def of_all(memories: Iterable["Memory"]) -> "Memory":
-        """Return a layout that suits several kernels."""
         in_rows, alignments, may_repeat = zip(ANY, *memories, strict=True)
         return Memory(any(in_rows), max(alignments), all(may_repeat))
 
     def fits(self, x: Tensor) -> bool:
-        """Return whether a tensor has this layout."""
         if self.in_rows and not is_in_rows(x):
             return False
         if not self.may_repeat and any(x.stride(dim) == 0 < x.shape[dim] - 1 for dim in (0, 1)):

@@ -1,4 +1,4 @@
-"""An anticausal tile is a causal one with rows and keys in reverse order, for kernels that know only that one."""
+"""An anticausal tile as a causal one with rows and keys reversed, for kernels that know only that."""
 
 from torch import Tensor
 
@@ -10,7 +10,6 @@ from ringspan.torch.kernels.score_mod import Scores
 def forward(
     kernel: Returning, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores
 ) -> tuple[Tensor, Tensor]:
-    """Run ``kernel.forward`` of a one-tile launch by its mirror image."""
     # Copies of the tensors, in return for kernels that know one triangle only.
     out, lse = kernel.forward(q.flip(2), k.flip(2), v.flip(2), _mirrored(launch), scores)
     return out.flip(2), lse.flip(2)
@@ -19,7 +18,6 @@ def forward(
 def backward(
     kernel: Returning, given: BackwardInputs, launch: KernelLaunch, scores: Scores
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run ``kernel.backward`` of a one-tile launch by its mirror image."""
     flipped = BackwardInputs(*(x.flip(2) for x in given))
     dq, dk, dv = kernel.backward(flipped, _mirrored(launch), scores)
     return dq.flip(2), dk.flip(2), dv.flip(2)

@@ -7,13 +7,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Scores:
-    """Scores in three steps: scale, soft cap, ALiBi.
+    """Scores ``s = scale q . k``, then ``softcap tanh(s / softcap)`` (Gemma 2), then ``s - slope |p - p'|`` (ALiBi).
 
-    ``s = scale q . k``, then ``s = softcap tanh(s / softcap)`` if there is a soft cap (Gemma 2), then ``s -= slope |p -
-    p'|`` with the global positions p and p' of query and key if there are slopes (ALiBi, Press et al. 2022).
-
-    ``slopes`` (H,) float32, one per query head. ``query_positions`` (rows,) and ``key_positions`` (keys,) int64 are
-    set, for a tile, if there are slopes.
+    p, p' are global positions (Press et al. 2022). ``slopes`` (H,) float32, one per query head; with them
+    ``query_positions`` (rows,) and ``key_positions`` (keys,) int64 are set, for a tile.
     """
 
     scale: float
@@ -33,5 +30,4 @@ class Scores:
         return None if self.scale > 0 else f"it needs a scale above 0, this is {self.scale}"
 
     def heads(self, heads: slice) -> "Scores":
-        """Return the scores of some query heads."""
         return self if self.slopes is None else replace(self, slopes=self.slopes[heads])

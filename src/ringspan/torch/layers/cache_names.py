@@ -18,7 +18,6 @@ OF_GENERATE: Final = "cache" if "cache" in {field.name for field in fields(Causa
 
 
 def given_cache(arguments: dict[str, Any]) -> Any:
-    """Return the given cache, under any of its names."""
     return next((cache for name in NAMES if (cache := arguments.get(name)) is not None), None)
 
 
@@ -29,6 +28,5 @@ def name_ours(arguments: dict[str, Any]) -> None:
 
 
 def cache_name(module: nn.Module) -> str | None:
-    """Return the name of a module's cache argument; None if it takes none."""
     taken = inspect.signature(forward_of(module)).parameters
     return next((name for name in (*_OTHERS, OURS) if name in taken), None)

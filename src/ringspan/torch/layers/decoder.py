@@ -84,7 +84,6 @@ class LayerKind(NamedTuple):
 
 
 def layer_kinds(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
-    """Return each layer's kind of attention from the config."""
     types = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
     slides = getattr(config, "use_sliding_window", True)
     if getattr(config, "model_type", "") == "gpt_neo":
@@ -126,7 +125,6 @@ def logit_scale(config: PreTrainedConfig) -> float:
 
 
 def logit_softcap(config: PreTrainedConfig) -> float | None:
-    """Return the config's limit on logits (Gemma 2); None if unlimited."""
     return getattr(text_config(config), "final_logit_softcapping", None)
 
 

@@ -2,7 +2,6 @@
 
 A long sequence repeats tokens thousands of times. PyTorch sums their gradients in the weights' dtype on a CPU, where a
 bfloat16 sum stops growing after 256 equal terms, and in T x C float32 numbers on CUDA.
-
 V vocabulary, C hidden size, T local tokens.
 """
 
@@ -41,16 +40,8 @@ def own_gradient(embedding: nn.Embedding) -> str:
 def embedding_gradient(gradient: Tensor, tokens: Tensor, num_embeddings: int, padding_idx: int | None = None) -> Tensor:
     """Compute ``zeros(V, C).index_add_(0, tokens, gradient)`` in float64 on a CPU, float32 on CUDA.
 
-    Works on some columns at a time: at most 8 M numbers in addition to the result.
-
-    Args:
-        gradient: of the looked-up rows (T, C).
-        tokens: their row numbers (T,).
-        num_embeddings: V.
-        padding_idx: row without a gradient.
-
-    Returns:
-        (V, C), in the dtype of ``gradient``, rounded once.
+    From rows' gradients (T, C) and their numbers (T,), except ``padding_idx``'s, to (V, C), rounded once to the dtype
+    of ``gradient``. Works on some columns at a time: at most 8 M numbers in addition to the result.
     """
     dtype = torch.float64 if gradient.device.type == "cpu" else accumulation_dtype(gradient.dtype)
     # Each column is a sum of its own, so any cut along C gives the same bits.

@@ -33,7 +33,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def example_of(module: nn.Module) -> Tensor:
-    """Return a tensor of a module's device and type of computation: its first parameter that is not packed, if any."""
+    """Return a tensor of a module's device and compute dtype: its first unpacked parameter, if any."""
     parameters = [*module.parameters()]
     types = (getattr(part, "compute_dtype", None) for part in module.modules())
     dtype = next((each for each in types if isinstance(each, torch.dtype)), torch.float32)
@@ -70,9 +70,9 @@ def own_config(model: PreTrainedModel) -> None:
 def mix_in(module: nn.Module, mixin: type, **attributes: Any) -> None:
     """Put a mixin before a module's class, and set attributes, in place.
 
-    The class keeps its name, which saved configs contain. A forward set on the module itself would hide the mixin's, so
-    it moves to the class after it. Functions become methods; other values belong to the module, since FSDP keeps every
-    class alive, and with it all that the class holds.
+    The class keeps its name, which saved configs contain. A forward set on the module itself moves to the class after
+    the mixin, which it would hide. Functions become methods; other values belong to the module, since FSDP keeps every
+    class alive.
     """
     plain = type(module)
     behind: tuple[type, ...] = (mixin, plain)
@@ -99,7 +99,6 @@ def refusing(why: str) -> Callable[..., Never]:
 
 @contextmanager
 def instead(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Call another forward in place of a module's own."""
     own = vars(module).get("forward")  # a hook of somebody's, say
     module.forward = forward
     try:

@@ -122,7 +122,6 @@ def _rope_by_length(config: PreTrainedConfig) -> str | None:
 
 
 def refuse_rope_by_length(name: str, config: PreTrainedConfig, why: str) -> None:
-    """Raise UnsupportedError for rotary frequencies that depend on the text's length, and why they cannot."""
     if rope := _rope_by_length(config):
         raise UnsupportedError(
             f"{name}: rope_type={rope!r} chooses frequencies by the length of the sequence, which {why}; use default, "

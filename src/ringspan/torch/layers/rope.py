@@ -1,9 +1,8 @@
 """Rotary positions on a ring: tables made block by block, with the frequencies of the whole sequence.
 
-B batch, T local tokens, D rotary dimensions of a head.
-
 transformers makes one table for all layers through several float32 temporaries of its size, and dynamic and longrope
 scaling choose frequencies by the largest position seen. So a rank is also shown the whole sequence's last position.
+B batch, T local tokens, D rotary dimensions of a head.
 """
 
 from typing import Any, Final
@@ -19,10 +18,7 @@ _CHUNK_TOKENS: Final = 4096
 
 
 def chunk_rotary_tables(model: PreTrainedModel) -> None:
-    """Make the model's rotary embeddings blockwise and aware of the sequence's length, in place.
-
-    Only modules that map ``(x, position_ids)`` to cosines and sines (B, T, D) are changed.
-    """
+    """Make the model's modules from ``(x, position_ids)`` to cosines and sines (B, T, D) blockwise, in place."""
     for module in model.modules():
         if is_rotary(module):
             mix_in(module, _ChunkedTables)

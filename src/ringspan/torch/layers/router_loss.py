@@ -1,11 +1,10 @@
 """Auxiliary loss of mixtures of experts over all tokens of all ranks.
 
-T local tokens, E experts, R tokens times layers of the whole batch.
-
     loss = E * sum_e (n_e / R) (p_e / R)
 
 n_e counts the tokens sent to expert e and p_e sums the router's probabilities for it, over all layers and real tokens.
-It is not a mean of per-rank losses, so n and p are summed over ranks first. Same as ``load_balancing_loss_func``.
+Not a mean of per-rank losses, so n and p are summed over ranks first. Same as ``load_balancing_loss_func``.
+T local tokens, E experts, R tokens times layers of the whole batch.
 Source: Fedus et al. 2021, "Switch Transformers", equations 4 to 6.
 """
 
@@ -39,12 +38,9 @@ class RouterLoss(NamedTuple):
     recorder: RouterRecorder
 
     def __call__(self, scores: Sequence[Tensor], real: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-        """Compute the loss of all ranks' tokens; its gradient covers the local tokens.
+        """Compute the loss of all ranks' tokens, whose gradient covers local ones; UnsupportedError without a router.
 
         Takes each layer's scores (T, E), the mask of real tokens (T,) and the groups of ranks with other tokens.
-
-        Raises:
-            UnsupportedError: no router was recorded.
         """
         if not scores:
             raise UnsupportedError("output_router_logits=True: no layer of this model has a router; leave it out")

@@ -43,7 +43,6 @@ class ModelView:
 
     @property
     def name(self) -> str:
-        """The model's class, as errors name it."""
         return type(self.model).__name__
 
 
@@ -90,6 +89,5 @@ class RingModel(_Model):
 
 
 def decoder_on_ring(model: RingModel) -> PreTrainedModel:
-    """Return the decoder of a model on a ring."""
     decoder: Any = model.get_submodule(model.ring_decoder)
     return decoder

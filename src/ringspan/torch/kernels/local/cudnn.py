@@ -24,8 +24,7 @@ _FEWEST: Final = 2  # rows and keys: the operator has no backward for one of the
 class Cudnn:
     """``aten::_scaled_dot_product_cudnn_attention`` and its backward, since torch 2.11.
 
-    An anticausal tile runs as its mirror image, any other band as the squares it consists of. Grouped heads run as they
-    are. What the operator has no backward for, a single row or key, is left to ``eager``.
+    An anticausal tile runs mirrored, other bands as squares. ``eager`` takes a single row or key: it has no backward.
     """
 
     name = "cudnn"

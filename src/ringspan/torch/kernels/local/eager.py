@@ -2,7 +2,6 @@
 
 FlashAttention (Dao et al. 2022) over power-of-two chunks; scores are ``Scores``'s times log2(e), since ``exp2`` takes
 -inf at full speed, a CPU's ``exp`` ten times as long. Runs if no fast kernel serves, or if it is faster on a CPU.
-
 B batch, H query heads, G key/value heads, P = H / G query heads per group, D head size, E value head size; g key/value
 heads of one sequence at a time, n rows, m keys.
 """
@@ -180,7 +179,6 @@ def _as_rows(x: Tensor, kv_heads: slice, dtype: torch.dtype) -> Tensor:
 
 
 def _factor(scores: Scores) -> float:
-    """Return the factor of queries."""
     return scores.scale / scores.softcap if scores.softcap else scores.scale * _LOG2E
 
 
@@ -213,7 +211,6 @@ def _weights(s: Tensor, base: Tensor, tile: Tile, rows: slice, keys: slice, scor
 
 
 def _of_heads(s: Tensor, rows: slice) -> Tensor:
-    """Reshape (g, P n, m) to (g, P, n, m)."""
     return s.unflatten(1, (-1, rows.stop - rows.start))
 
 

@@ -1,7 +1,7 @@
 """FlashAttention 2, 3 and 4: PyTorch's own build of 2, and the packages if installed.
 
-All of them take any band as a window, grouped heads as they are, and packed documents as consecutive sequences
-(varlen), and return the natural log-sum-exp. B batch, H query heads, G key/value heads, T rows, D head size.
+All take any band as a window, grouped heads as they are, and packed documents as consecutive sequences (varlen), and
+return the natural log-sum-exp. B batch, H query heads, G key/value heads, T rows, D head size.
 """
 
 from functools import lru_cache
@@ -34,15 +34,10 @@ class Cuts(NamedTuple):
 
 
 class Calls(Protocol):
-    """One build of FlashAttention on (B, T, H, D), lse (B, H, T); with ``cuts`` on (T, H, D) and (H, T).
-
-    ``backward`` takes the global out and lse.
-    """
+    """One build of FlashAttention on (B, T, H, D), lse (B, H, T); with ``cuts`` on (T, H, D) and (H, T)."""
 
     @property
-    def capability(self) -> tuple[int, int]:
-        """Return the minimum compute capability."""
-        ...
+    def capability(self) -> tuple[int, int]: ...
 
     takes_softcap: bool
 

@@ -15,10 +15,7 @@ from ringspan.torch.kernels.score_mod import Scores
 
 
 class TritonAttention:
-    """``ringspan.torch.kernels.local.triton_attention``, imported when it first runs.
-
-    On a CPU it runs only in Triton's interpreter (TRITON_INTERPRET=1), which is how it is tested without a GPU.
-    """
+    """``triton_attention``, imported when it first runs; on a CPU only in Triton's interpreter, for tests."""
 
     name = "triton"
     memory = Memory()

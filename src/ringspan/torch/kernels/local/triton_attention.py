@@ -22,7 +22,7 @@ from ringspan.torch.kernels.score_mod import Scores
 def _tuned(program: Any, blocks: Blocks, sums: list[str]) -> Any:
     """Return the program with its best blocks, tuned once per kind of problem.
 
-    Where results must repeat to the bit, the last blocks, which fit everywhere: the fastest may change from run to run.
+    If results must repeat to the bit, the last blocks, which fit everywhere: the fastest may change from run to run.
     """
     if interprets_triton():
         return tuning.interpreted(program)
@@ -42,8 +42,6 @@ _backward_keys: Final = _tuned(attention.backward_keys, tuning.BACKWARD_KEYS, ["
 
 
 class _OnDevice(NamedTuple):
-    """A ``Table`` in device memory."""
-
     tiles: Tensor
     of_rows: tuple[Tensor, Tensor]
     of_keys: tuple[Tensor, Tensor]

@@ -26,7 +26,7 @@ def merge_many(
         lse = logsumexp_i(lse_i, sink),  out = sum_i exp(lse_i - lse) out_i
 
     in the dtype of ``lse``, rounded once to that of ``out``. The first partial may be (out, lse) itself. ``sinks`` (H,)
-    are logits that take their share of each row and have no value. Rows without keys have out 0 and lse -inf.
+    are logits without a value. Rows without keys have out 0 and lse -inf.
     """
     if not partials:
         out.zero_()

@@ -15,7 +15,7 @@ Rows = tuple[Tensor, Tensor]
 
 
 class Partial:
-    """(out, lse) of the local queries over the keys seen so far, added up in a result of float32 (or float64)."""
+    """(out, lse) of the local queries over the keys so far, added up in a float32 (or float64) result."""
 
     def __init__(self, out: Tensor, lse: Tensor) -> None:
         self._out, self._lse = out, lse
@@ -52,8 +52,7 @@ class Partial:
     def finish(self, sinks: Tensor | None = None) -> None:
         """Leave the result in ``out`` and ``lse``; a row that saw nothing has out 0 and lse -inf.
 
-        ``sinks`` (H,) are logits that take their share of each row's softmax and add nothing to its output: with the
-        lse of the keys, ``lse' = logaddexp(lse, sink)`` and ``out' = exp(lse - lse') out``.
+        Of ``sinks`` (H,) and the keys' lse: ``lse' = logaddexp(lse, sink)`` and ``out' = exp(lse - lse') out``.
         """
         self.running(slice(0, self._out.shape[2]))
         if sinks is not None:
@@ -66,8 +65,8 @@ class Partial:
 class Deferred:
     """The same for a 16-bit result, whose rows are written once.
 
-    16-bit partials wait for each other; at the end each row is summed in float32 from all of them and rounded. Where
-    too many wait, or come in float32, they add up in float32 first, so that memory does not grow with the ranks.
+    16-bit partials wait; at the end each row is summed from them in float32 and rounded. If too many wait, or come in
+    float32, they add up in float32 first, so that memory does not grow with the ranks.
     """
 
     def __init__(self, out: Tensor, lse: Tensor) -> None:
@@ -77,7 +76,6 @@ class Deferred:
         self._sums: Partial | None = None
 
     def merge(self, rows: slice, partial: Rows) -> None:
-        """Merge the partial of rows; out 0 and lse -inf where a row saw nothing."""
         if partial[0].dtype == self._lse.dtype:
             self._fold().merge(rows, partial)
             return
@@ -87,11 +85,9 @@ class Deferred:
             self._fold()
 
     def running(self, rows: slice) -> Rows:
-        """Return the running float32 out and lse of rows, for a kernel that adds in place."""
         return self._fold().running(rows)
 
     def finish(self, sinks: Tensor | None = None) -> None:
-        """Leave the result in ``out`` and ``lse``, as ``Partial.finish``."""
         everything = slice(0, self._count)
         sums = None if self._sums is None else self._sums.running(everything)
         for rows, partials in self._segments():
@@ -114,7 +110,7 @@ class Deferred:
         return self._sums
 
     def _segments(self) -> Sequence[tuple[slice, list[Rows]]]:
-        """Return rows, and the partials of them that wait."""
+        """Return rows, and their partials that wait."""
         found: list[tuple[slice, list[Rows]]] = []
         for start, stop, numbers in segments(tuple(ends for ends, _ in self._waiting), self._count):
             partials: list[Rows] = []

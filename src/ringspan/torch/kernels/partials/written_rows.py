@@ -6,8 +6,6 @@ from ringspan.core.geometry.ranges import Ranges
 
 
 class WrittenRows:
-    """Rows of an uninitialised tensor, none of them written yet."""
-
     def __init__(self, count: int) -> None:
         self._missing = count
         self._written = np.zeros(count, dtype=np.bool_)

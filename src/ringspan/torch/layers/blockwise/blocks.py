@@ -30,11 +30,8 @@ def run_in_blocks(
 ) -> None:
     """Run token-wise modules on ``chunk_tokens`` tokens at a time, forward and backward, in place.
 
-    Fewer than ``from_tokens`` tokens run at once. ``option`` is the user's name of ``chunk_tokens``. ``recorder`` gets
-    the routers' scores of all tokens.
-
-    Raises:
-        ConfigError: ``chunk_tokens`` below one.
+    Fewer than ``from_tokens`` run at once. ``option`` is the user's name of ``chunk_tokens``; ConfigError below one.
+    ``recorder`` gets the routers' scores of all tokens.
     """
     check_whole(option, chunk_tokens, otherwise="; 0 is for none")
     for module in dict.fromkeys(modules):  # layers may share one
@@ -58,11 +55,7 @@ def kind_of(module: nn.Module) -> Any:
 
 @torch.no_grad()
 def mixes_tokens(module: nn.Module, size: int, *, gives: int | None = None, trains: bool = True) -> str:
-    """Return the reason why a module cannot run in blocks, found by trying tokens in several arrangements; or nothing.
-
-    It maps hidden states of ``size`` to ``size``, or ``gives``, numbers per token; tried in training or evaluation
-    mode.
-    """
+    """Return why a module (C numbers to C or ``gives``) cannot run in blocks, found by trying tokens; or ""."""
     with filled(module):
         return _why_mixed(module, size, gives, trains=trains)
 
@@ -129,11 +122,7 @@ class Blockwise:
     chunk_recorder: RouterRecorder | None
 
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Map (B, T, C) to (B, T, C), a block of the B x T tokens at a time.
-
-        Raises:
-            UnsupportedError: arguments other than the hidden states, which cannot be split into blocks.
-        """
+        """Map (B, T, C) to (B, T, C), a block of the B x T tokens at a time; UnsupportedError for other arguments."""
         whole: Any = super().forward  # pyright: ignore[reportAttributeAccessIssue]
         chunk, recorder = self.chunk_tokens, self.chunk_recorder
         others: list[None] = []
@@ -166,8 +155,8 @@ class Blockwise:
 class _Recomputed(torch.autograd.Function):
     """Identity on hidden states that recomputes the blocks in backward.
 
-    The computation is a separate operation (``_Computed``) after this one. A checkpointed layer's recomputation ends at
-    its last kept tensor, usually the feed-forward's input, so the feed-forward runs twice, not three times.
+    The computation (``_Computed``) follows: a checkpointed layer's recomputation ends at its last kept tensor, usually
+    the feed-forward's input, so the feed-forward runs twice, not three times.
     """
 
     @staticmethod

@@ -1,9 +1,6 @@
-"""Feed-forwards in blocks of tokens, for any Hugging Face model, so that their intermediates never exist whole.
+"""Feed-forwards in blocks of tokens, for any Hugging Face model, recomputed in backward: T x C is kept, not T x F.
 
 B batch, T local tokens, C hidden size, F intermediate size.
-
-A feed-forward treats tokens separately, so it can run block by block, and again in backward: it keeps its input (T x C)
-instead of several intermediates (T x F).
 Source: Liu and Abbeel 2023, "Blockwise Parallel Transformer for Large Context Models", section 3.
 """
 
@@ -27,8 +24,8 @@ _log: Final = logging.getLogger(__name__)
 def free_feedforwards(view: ModelView, *, checkpointed: bool, logs: bool = True) -> list[nn.Module]:
     """Return the feed-forwards if running them in blocks of ``FREE_CHUNK_TOKENS`` is nearly free; else none.
 
-    A checkpointed layer recomputes its feed-forward once anyway, unless it keeps a tensor after it (a norm's input):
-    then blocks would be computed a third time. The reason for declining is logged if ``logs``.
+    A checkpointed layer recomputes its feed-forward anyway, unless it keeps a tensor after it (a norm's input): then
+    blocks would be computed a third time. ``logs`` the reason for declining.
     """
     if not checkpointed:
         return []
@@ -48,9 +45,8 @@ def free_feedforwards(view: ModelView, *, checkpointed: bool, logs: bool = True)
 def find_feedforwards(view: ModelView) -> list[nn.Module]:
     """Return each decoder layer's feed-forward, in order, for ``run_in_blocks``.
 
-    A feed-forward takes hidden states (B, T, C) alone, keeps their shape and treats tokens separately; the last is
-    tried out on made-up tokens. MLPs, gated MLPs and mixtures of experts that drop no token pass. A mixture's second
-    output (router scores) becomes None; scores for its auxiliary loss are recorded in the blocks.
+    It takes only hidden states (B, T, C), keeps their shape and treats tokens separately, tried out on made-up ones:
+    MLPs, gated MLPs and mixtures of experts that drop no token. A mixture's router scores are recorded in the blocks.
 
     Raises:
         UnsupportedError: a layer has none, or with dropout; the message says why each submodule is excluded.
@@ -80,7 +76,6 @@ def find_feedforwards(view: ModelView) -> list[nn.Module]:
 
 
 def _why_not(module: nn.Module, size: int) -> str:
-    """Return the reason why a submodule cannot run in blocks as a feed-forward; empty if it can."""
     if not any(p.ndim > 1 for p in module.parameters()):
         return "has no matrices"
     if isinstance(module, nn.Linear):
@@ -104,7 +99,7 @@ class _Tried(Exception):
 
 
 def _why_not_free(view: ModelView, feedforwards: list[nn.Module]) -> str:
-    """Return the reason why blocks are expensive or impossible, found by running the first layer; empty if none.
+    """Return why blocks are expensive or impossible, found by running the first layer; empty if they are free.
 
     A layer is recomputed up to the last tensor it keeps; if none follows its feed-forward, blocks cost nothing extra.
     """

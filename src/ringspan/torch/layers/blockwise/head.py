@@ -1,8 +1,7 @@
 """Heads: a plain weight uses the blockwise loss; any other head is called on blocks of tokens.
 
-An adapter, hook, parametrization or custom forward makes a head more than its weight. Such a head is called for each
-block, and again in backward: full logits never exist, and every parameter it uses gets its gradient.
-
+An adapter, hook, parametrization or custom forward makes a head more than its weight. It is called for each block, and
+again in backward: full logits never exist, and every parameter it uses gets its gradient.
 T local tokens, C hidden size, V vocabulary, n tokens of a block.
 """
 
@@ -51,7 +50,6 @@ def input_size(head: nn.Module) -> int:
 
 @torch.no_grad()
 def output_size(head: nn.Module) -> int:
-    """Return V of a head."""
     if is_its_weight(head):
         return head.weight.shape[0]  # pyright: ignore[reportIndexIssue, reportReturnType]
     like = example_of(head)
@@ -86,13 +84,8 @@ def called_cross_entropy(
 ) -> Tensor:
     """Compute ``blockwise_cross_entropy`` of ``head(hidden)`` by calling the head on ``chunk_tokens`` tokens at a time.
 
-    Hooks on the head see blocks (1, n, C), each twice if there is a backward pass, with the same dropout. Gradients go
-    to ``hidden`` and every parameter that a block's logits depend on.
-
-    Args:
-        hidden: (T, C); targets (T,) int64, -100 for none.
-        head: (1, n, C) -> (1, n, V), each token by itself.
-        reduction: ``sum``, or ``none`` for per-token losses (T,).
+    ``head`` maps (1, n, C) to (1, n, V), each token by itself; hooks see each block twice if there is a backward pass,
+    with the same dropout. Gradients go to ``hidden`` and every parameter that a block's logits depend on.
 
     Raises:
         UnsupportedError: ``chunk_vocabulary``, or a head that uses an earlier result which needs a gradient.
@@ -134,7 +127,7 @@ class _Blocks:
     def gradients(
         self, hidden: Tensor, leaves: Sequence[Tensor], d_losses: Tensor, *, of_hidden: bool
     ) -> list[Tensor | None]:
-        """Return the gradients of hidden, where wanted, and of the leaves, given each token's gradient (T,)."""
+        """Return the gradients of hidden, if wanted, and of the leaves, given each token's gradient (T,)."""
         sums: list[Tensor | None] = [None] * len(leaves)
         d_hidden = torch.empty_like(hidden) if of_hidden else None
         state, devices, states = self._random

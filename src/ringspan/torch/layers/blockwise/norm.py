@@ -1,4 +1,4 @@
-"""Norms in blocks of tokens, for any Hugging Face model, so that their float32 intermediates never exist whole.
+"""Norms in blocks of tokens, so that their float32 intermediates never exist whole.
 
 Transformers' RMS norms keep float32 copies of input and output and make four such copies in backward, each as long as
 the sequence; a layer's input is one 16-bit tensor of that size.
@@ -16,10 +16,9 @@ from ringspan.torch.weights.loading import filled
 
 
 def find_norms(decoder: nn.Module) -> list[nn.Module]:
-    """Return the norms worth running in blocks (``run_in_blocks``).
+    """Return the norms worth running in blocks (``run_in_blocks``), not PyTorch's own, which save only their input.
 
-    A norm has only vectors of one size as parameters and maps a tensor of that size to the same shape, token by token
-    (this is tried out). PyTorch's own norms save no more than their input and stay unchanged.
+    A norm's parameters are vectors of one size; it maps tensors of that size token by token (this is tried out).
     """
     verdicts: dict[Any, bool] = {}
     found: list[nn.Module] = []
