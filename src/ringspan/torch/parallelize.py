@@ -87,30 +87,26 @@ def parallelize(
     """Put a decoder-only causal LM of transformers on the ring, in place; feed it what ``shard_batch`` returns.
 
     Attention becomes ``ring_attention`` over ``mesh["ring"]``; parameters, gradients and optimizer state are sharded
-    over the ring and replicated over ``mesh["replicate"]`` (FSDP2); gradients are summed over all ranks, in float32.
-    With an axis ``tp`` heads, feed-forward and vocabulary are split over it first, as transformers' plan for the model
-    says (``ringspan.torch.tensor_parallel.split``).
+    over the ring and replicated over ``mesh["replicate"]`` (FSDP2); gradients are summed over all ranks, in float32. An
+    axis ``tp`` first splits heads, feed-forward and vocabulary (``ringspan.torch.tensor_parallel.split``).
     ``model(**batch).loss`` is the loss of the whole batch on every rank: the sum over all valid targets over their
-    count (pass ``num_items_in_batch`` to count over several batches, for gradient accumulation). Without labels
+    count (``num_items_in_batch`` counts over several batches, for gradient accumulation). Without labels
     ``model(**batch)`` gives the local logits (B, T, V).
 
-    A classifier of sequences (``AutoModelForSequenceClassification``) gives their logits (B, labels) on every rank, a
-    classifier of tokens the local tokens' logits, see ``ringspan.torch.model.tasks.classifier``; the loss is yours.
+    The loss of other models is yours: sequence classifiers (``AutoModelForSequenceClassification``) give logits (B,
+    labels) on every rank, token classifiers the local tokens'. A decoder without a head (``AutoModel``), by itself or
+    inside a ``PreTrainedModel`` of yours that otherwise treats each token by itself, takes ``shard_features``' output
+    as ``inputs_embeds`` and gives local hidden states, see ``global_sum``.
 
-    A decoder without a head (``AutoModel``), by itself or inside of a ``PreTrainedModel`` of yours, takes what
-    ``shard_features`` returns as ``inputs_embeds`` and gives local hidden states; the loss is yours, see
-    ``global_sum``. All that your model does outside of the decoder must treat each token by itself.
-
-    A model that PEFT wraps (``get_peft_model``) comes back wrapped, and saves its adapter, see
-    ``ringspan.torch.model.adapters``. Changes that are not possible afterwards raise, see
-    ``ringspan.torch.consistency.fixed``.
+    A PEFT model (``get_peft_model``) comes back wrapped, and saves its adapter (``ringspan.torch.model.adapters``).
+    Changes that are not possible afterwards raise (``ringspan.torch.consistency.fixed``).
 
     Args:
         model: any model whose attention goes through transformers' AttentionInterface, on any device: its shards go to
             the mesh's devices layer by layer. One larger than a host: ``from_pretrained``. One on the meta device gets
             its weights afterwards (``to_empty``, then ``set_model_state_dict`` of ``torch.distributed``).
-        mesh: from ``init_mesh``, or one whose axes have the names of torchtitan and accelerate (``dp_replicate``,
-            ``cp`` or ``sp``, ``tp``); see ``map_mesh`` for other names.
+        mesh: from ``init_mesh``, or with torchtitan's and accelerate's names (``dp_replicate``, ``cp`` or ``sp``,
+            ``tp``); see ``map_mesh`` for others.
         layout: how sequences are split; ``shard_batch`` needs the same. ``balanced`` makes one for the documents of
             each batch (``ringspan.balanced``).
         route: how keys and values get to other ranks, see ``ring_attention``.
@@ -123,28 +119,25 @@ def parallelize(
             ``blockwise_cross_entropy``.
         z_loss: factor on the squared log-sum-exp of the logits.
         label_smoothing: share of each target that is spread over the vocabulary.
-        feedforward_chunk_tokens: tokens that a feed-forward works on at once, see ``find_feedforwards``; 0 for all.
-            ``auto`` takes 4,096 where that costs next to nothing: in checkpointed layers, of models whose feed-forwards
-            can be cut and come last.
-        norm_chunk_tokens: tokens that a norm works on at once, see ``find_norms``; 0 for all. ``auto`` takes 4,096 in
-            models whose layers are checkpointed, for 16,384 local tokens and more.
-        offload: where checkpointed tensors wait for backward, see ``offload_activations``.
+        feedforward_chunk_tokens: tokens that a feed-forward computes at once, see ``find_feedforwards``; 0 for all.
+            ``auto`` takes 4,096 if nearly free: in checkpointed layers whose feed-forward can be cut and comes last.
+        norm_chunk_tokens: tokens that a norm computes at once, see ``find_norms``; 0 for all. ``auto`` takes 4,096 if
+            layers are checkpointed, for 16,384 local tokens and more.
+        offload: where checkpointed tensors wait for backward, see ``checkpoint_layers``.
         compute_dtype: dtype that layers compute in (parameters keep theirs); the parameters' own when None.
-        compile: make each layer a program with torch.compile, when it first runs; a name chooses another backend than
-            ``inductor``. Not together with ``offload``, ``layers_per_checkpoint`` or blocks of feed-forwards and norms.
-        watchdog: connect the ranks by a port of their own, and end this process, with a line that names the awaited
-            rank, when a rank dies, or does not come to a call within the time-out of the process group. Otherwise the
-            wait ends as torch ends it, and a line names the ranks that did not come
-            (``ringspan.torch.consistency.loop_watch``).
+        compile: make each layer a torch.compile program, when it first runs; a name chooses another backend than
+            ``inductor``. Not with ``offload``, ``layers_per_checkpoint`` or blocks of feed-forwards and norms.
+        watchdog: connect the ranks by a port of their own, and end this process, naming the awaited rank, when a rank
+            dies or misses a call until the process group's time-out. Otherwise the wait ends as torch ends it, and a
+            line names the ranks that did not come (``ringspan.torch.consistency.loop_watch``).
 
     Raises:
         UnsupportedError: the model or its config asks for something that would not be exact.
-        ConfigError, LayoutError: an option that is unknown or conflicts with another; a weight that is NaN or infinite
-            (-inf in a vector is a mask).
+        ConfigError, LayoutError: an unknown or conflicting option; a weight that is NaN or infinite (-inf in a vector
+            is a mask).
         PeerMismatch: the ranks were given different models or options.
 
-    Each is raised on every rank, and leaves the model as it was. If ranks have different weights, all of them get the
-    first rank's.
+    Each is raised on every rank, and leaves the model as it was. If weights differ, all ranks get the first rank's.
     """
     is_dtype = isinstance(compute_dtype, torch.dtype)
     dtype = str(compute_dtype).removeprefix("torch.") if is_dtype else repr(compute_dtype)  # which is no name of one
@@ -210,11 +203,7 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
 
 
 def _agreed(given: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> tuple[PreTrainedModel, Parts]:
-    """Return the model inside of adapters and its changeable parts, once all ranks were given the same.
-
-    Raises:
-        RingspanError: what ``parallelize`` says, on every rank.
-    """
+    """Return the model inside of adapters and its changeable parts; raise as ``parallelize`` on every rank."""
     with meeting(mesh, "parallelize") as met:
         model = base_of(given)
         set_aside(model)
@@ -298,7 +287,7 @@ def _call_over_ring(parts: Parts, mesh: DeviceMesh, config: StepConfig) -> None:
 
 
 def _note_what_stays(model: PreTrainedModel, layers: list[nn.Module], mesh: DeviceMesh) -> None:
-    """Note what must be as it is now at every later call, so that a change raises."""
+    """Note what must not change until later calls."""
     note_data(model)
     note_buffers(model, layers)
     kind: Any = type(model)

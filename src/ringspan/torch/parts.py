@@ -173,7 +173,6 @@ def _with_head(head: nn.Module, mesh: DeviceMesh, config: StepConfig, parts: Par
 
 
 def _is_first(mesh: DeviceMesh) -> bool:
-    """Return True if this rank logs for all ranks."""
     return mesh.get_rank() == int(mesh.mesh.min())
 
 

@@ -94,10 +94,9 @@ def checkpoint_layers(
 ) -> None:
     """Checkpoint every decoder layer of a Hugging Face model, by checked options.
 
-    ``none`` keeps everything, ``full`` a layer's input; ``attention`` also keeps the ring's result and log-sum-exp,
-    so that the ring forward never runs again. With ``offload="activations"`` what is kept waits in host memory
-    (CUDA) or in memory-mapped files (CPU). Of ``layers_per_checkpoint`` consecutive layers only the first keeps its
-    input.
+    ``none`` keeps everything, ``full`` a layer's input; ``attention`` also the ring's result and log-sum-exp, so that
+    the ring forward never runs again. With ``offload="activations"`` they wait in host memory (CUDA) or memory-mapped
+    files (CPU). Of ``layers_per_checkpoint`` consecutive layers only the first keeps its input.
     """
     if policy == "none":
         return

@@ -69,7 +69,6 @@ def keep_float32(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -
 
 
 def step_of_adamw(weight: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-    """Step one weight by AdamW, in place, with its group's settings."""
     adamw(
         [weight],
         [gradient],

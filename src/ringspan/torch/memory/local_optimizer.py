@@ -1,4 +1,4 @@
-"""Optimizers of bitsandbytes on shards: their kernels take plain tensors, so each rank gives them its own parts.
+"""Optimizers of bitsandbytes, whose kernels take plain tensors, on each rank's own shards.
 
 State is kept in blocks of 256 numbers of a shard: a step equals one process whose parameters are these shards.
 """
@@ -23,10 +23,10 @@ def is_local(optimizer: Optimizer) -> bool:
 
 
 def give_shards(optimizer: Any) -> None:
-    """Put this rank's shards in place of an optimizer's sharded parameters, with their gradients and state.
+    """Put this rank's shards, with their gradients and state, in place of an optimizer's sharded parameters.
 
     Raises:
-        UnsupportedError: the optimizer takes norms of whole weights, of which a rank has a part.
+        UnsupportedError: the optimizer takes norms of whole weights.
     """
     take_back(optimizer)  # a step that has raised
     if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):

@@ -1,7 +1,7 @@
 """Offloading of checkpointed tensors until backward needs them.
 
 CUDA tensors go to pinned host memory over their own stream and return one piece ahead of use; CPU tensors go to
-memory-mapped files, whose pages the system may write out and drop, by the same steps.
+memory-mapped files, whose pages the system may write out and drop.
 """
 
 import mmap
@@ -63,7 +63,6 @@ class _Parked:
         self._wanted = True
 
     def get(self, *, again: bool) -> Tensor:
-        """Return the tensor, which may be wanted ``again``."""
         self._wanted = again
         tensor = self._bring()
         earlier = self

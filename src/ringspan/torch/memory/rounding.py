@@ -54,7 +54,7 @@ class RoundingAdamW(torch.optim.AdamW):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load AdamW's state; moments stay float32, where PyTorch would cast them to the parameter's dtype."""
+        """Load AdamW's state; moments stay float32."""
         super().load_state_dict(state_dict)
         keep_float32(self, state_dict)
 

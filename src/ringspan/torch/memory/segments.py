@@ -1,8 +1,8 @@
 """Segments of decoder layers that keep one input (Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost").
 
-When backward reaches a segment's last layer, the other inputs are recomputed in one go without autograd, and each is
-freed after its layer: at most ``L / k + k - 1`` inputs instead of ``L``, for one more forward pass of all but every
-k-th layer. Kept ring results spare the ring in it.
+When backward reaches a segment's last layer, the other inputs are recomputed without autograd, each freed after its
+layer: at most ``L / k + k - 1`` inputs instead of ``L``, for one more forward pass of all but every k-th layer, without
+the ring if its results are kept.
 """
 
 from collections.abc import Callable, Generator, Iterator

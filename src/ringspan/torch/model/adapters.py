@@ -95,9 +95,9 @@ class _RingPeft(_Frozen):
         return super().named_parameters(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """Write an adapter folder as ``PeftModel.save_pretrained`` does.
+        """Write an adapter folder as ``PeftModel.save_pretrained`` does; rank 0 gets and writes weight by weight.
 
-        Every rank calls it; rank 0 receives one saved weight at a time and writes.
+        Every rank calls it.
 
         Raises:
             UnsupportedError: a conversion of initialised adapters, which would load another one.
@@ -127,7 +127,6 @@ def adapter_weights(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _names_that_peft_saves(model: Any, state: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
-    """Return the state-dict names whose weights ``save_pretrained`` with these arguments writes."""
     select = sys.modules["peft.utils.save_and_load"].get_peft_model_state_dict
     embeddings = given.get("save_embedding_layers", given.get("kwargs", {}).get("save_embedding_layers", "auto"))
     kept: set[int] = set()

@@ -48,7 +48,6 @@ class ConfigCopy(NamedTuple):
 
 
 def copy_configs(configs: Iterable[PreTrainedConfig]) -> tuple[ConfigCopy, ...]:
-    """Copy what each config says now; nested ones are included."""
     distinct = {id(config): config for config in configs}.values()
     return tuple(ConfigCopy(config, _fields(config)) for config in distinct)
 

@@ -1,7 +1,6 @@
 """Arguments of transformers' forward passes, and their treatment on a ring.
 
-The tables hold every argument of every language model (a test compares them with the signatures). Any other, such as a
-misspelling, raises: nothing is dropped silently.
+The tables hold every argument of every language model (a test compares signatures); any other raises.
 """
 
 import difflib

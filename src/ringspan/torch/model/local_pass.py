@@ -29,15 +29,10 @@ def local_hidden_states(
     document_lengths: Tensor | None,
     media: Media | None,
 ) -> Tensor:
-    """Compute hidden states (B, T, C) of local tokens (B, T) by the decoder of a model on a ring.
+    """Compute hidden states (B, T, C) of local tokens (B, T), with a ``RingCausalLM.forward``'s arguments.
 
-    Args:
-        model: a ``RingCausalLM``.
-        input_ids, position_ids, document_lengths, media: as in its ``forward``.
-        longest: tokens of the longest document, without padding.
-
-    Raises:
-        UnsupportedError: the model's layers cannot be told of packed documents.
+    ``longest`` counts the longest document's tokens, without padding. UnsupportedError for packed documents if layers
+    cannot be told of them.
     """
     decoder = decoder_on_ring(model)
     if document_lengths is not None and counts_real_tokens(decoder):

@@ -68,7 +68,7 @@ def refuse_stateful(view: ModelView) -> None:
 
 
 def why_no_cache(decoder: nn.Module) -> str | None:
-    """Return the reason why transformers' cache cannot hold a decoder's states; None if it can."""
+    """Return why transformers' cache cannot hold a decoder's states; None if it can."""
     for path, module in stateful_modules(decoder).items():
         if _is_lightning(module):
             return f"{path} keeps its state in a cache of its own, which a ring does not split"

@@ -39,9 +39,8 @@ class Saved:
     def save_pretrained(self: Any, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
         """Write a Hugging Face folder as ``PreTrainedModel.save_pretrained``, in files of ``max_shard_size`` (5GB).
 
-        Every rank calls it. Rank 0 writes, receiving a piece of a tensor at a time; earlier weights are replaced when
-        the new ones are complete. ``state_dict``, and models with their own adapters, use transformers' writer with all
-        weights in rank 0's memory.
+        Every rank calls it. Rank 0 writes pieces of tensors, and replaces earlier weights when all are complete.
+        ``state_dict``, and models with their own adapters, need all weights in rank 0's memory.
 
         Raises:
             UnsupportedError: ``push_to_hub`` or ``distributed_checkpoint``.

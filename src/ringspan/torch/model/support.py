@@ -75,7 +75,6 @@ def refuse_unsupported(view: ModelView) -> FoundHead:
 
 
 def refuse_unsupported_decoder(view: ModelView) -> None:
-    """Raise UnsupportedError for anything before the head that the ring does not compute exactly."""
     name, model, decoder = view.name, view.model, view.decoder
     refuse_config(model.config)
     refuse_weights(model)

@@ -52,7 +52,6 @@ class Cut:
             )
 
     def costs(self, inputs: Inputs) -> list[int]:
-        """Return each unit's relative cost."""
         if "image_sizes" in inputs:  # pixels (I, C, H, W) are padded to the largest
             return inputs["image_sizes"].prod(-1).tolist()
         return [1] * len(inputs[self.pixels])
@@ -199,7 +198,6 @@ class ImagesOfTiles(Cut):
             )
 
     def _groups(self, inputs: Inputs) -> list[int]:
-        """Return each unit's images."""
         if "batch_num_images" not in inputs:
             return [1] * len(inputs[self.pixels])
         return [count for count in inputs["batch_num_images"].tolist() if count]

@@ -96,7 +96,6 @@ KINDS: Final[Mapping[str, Kind]] = {
 
 
 def kind_of(view: ModelView) -> Kind | None:
-    """Return the model's image inputs on a ring; None if it takes none."""
     kind = KINDS.get(view.model.config.model_type)
     if kind is None or not view.towers:
         return None

@@ -18,8 +18,7 @@ from ringspan.torch.multimodal.towers import Made, SharedTowers
 class PromptImages(SharedTowers):
     """Images of a prompt read over a cache, the same on every rank; UnsupportedError if they do not fit their tokens.
 
-    ``rows`` are the pass's sequences (each prompt row once per beam, consecutively), ``count`` its new tokens n,
-    including those guessed after the prompt.
+    ``rows`` are the pass's sequences (each prompt row once per beam), ``count`` its new tokens n, also guessed ones.
     """
 
     def __init__(self, model: Any, media: Media, rows: int, count: int) -> None:

@@ -1,7 +1,7 @@
 """Forward passes with images: each rank runs towers on its share, and the model places the embeddings in its text.
 
-transformers' models scatter the output of ``get_image_features`` over placeholder tokens. On a ring that method runs
-this rank's share, exchanges embeddings and returns the local tokens'. B batch, S global and T local tokens, N ranks.
+transformers' models scatter ``get_image_features`` over placeholder tokens. On a ring that method runs this rank's
+share, exchanges embeddings and returns the local tokens'. B batch, S global and T local tokens, N ranks.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -101,7 +101,6 @@ class SharedTowers:
         self.works[modality.name] = Work(modality, inputs, share or cheapest_of(modality, inputs), bool(share))
 
     def make(self, work: Work, compute: Callable[..., Any]) -> Made:
-        """Compute this rank's embeddings."""
         device = next(iter(self.model.get_input_embeddings().parameters())).device
         taken = {name: part.to(device) for name, part in work.modality.cut.take(work.inputs, work.units).items()}
         output = compute(**taken, return_dict=True)
@@ -124,7 +123,6 @@ class SharedTowers:
         return by_rank.tolist()
 
     def features(self, name: str, compute: Callable[..., Any]) -> Any:
-        """Return the replacement of a tower's output."""
         raise NotImplementedError
 
     @contextmanager
@@ -138,7 +136,6 @@ class SharedTowers:
             vars(inner).pop("ring_pass", None)
 
     def asked(self, inner: Any, name: str) -> Any:
-        """Return a modality's embeddings, as the model below the head asks for them."""
         if self.kind.features is None:
             return getattr(inner, f"get_{name}_features")()
         return self.features(name, partial(self.kind.features, inner))

@@ -37,8 +37,7 @@ def register_attention(
 ) -> str:
     """Register this ring as an attention implementation for a kind of decoder and return its name.
 
-    ``kinds`` is the config's kind of each layer; a layer that asks for another is refused. The index of ``is_indexed``
-    decoders takes the mask apart, which has no meaning on a ring.
+    A layer of another kind than the config's ``kinds`` is refused. Indexes of ``is_indexed`` decoders get no mask.
     """
     masked: set[int | None] = set()  # windows of the masks that the decoder has made, None for one without
 
@@ -202,8 +201,7 @@ def _kind_of_layer(
 ) -> LayerKind:
     """Return an attention module's kind by its config, if module and masks agree; else raise UnsupportedError.
 
-    On one process a window comes from the mask: some models do not pass it to attention, some make no such mask
-    (Moshi).
+    On one process a window comes from the mask: some models do not pass it on, some make no such mask (Moshi).
     """
     if hasattr(module, "ring_kind"):  # a compiled layer's, whose program is that of all layers of the kind
         kind = module.ring_kind
@@ -235,10 +233,7 @@ def _has_temperature(module: object) -> bool:
 
 
 def _warmed(module: Any, query: Tensor, positions: Tensor) -> Tensor:
-    """Scale queries (B, H, T, D) by ``1 + attn_scale log(1 + floor((p + 1) / floor_scale))``, p the positions (B, T).
-
-    This is Llama 4's factor in layers without RoPE.
-    """
+    """Scale queries (B, H, T, D) at p (B, T) by Llama 4's ``1 + attn_scale log(1 + floor((p + 1) / floor_scale))``."""
     steps = torch.floor((positions.float() + 1.0) / module.floor_scale)
     factors = (torch.log1p(steps) * module.attn_scale + 1.0)[:, None, :, None]
     return (query * factors.to(query.device)).to(query.dtype)

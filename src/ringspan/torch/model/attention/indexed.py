@@ -1,9 +1,8 @@
 """Layers whose queries attend to the keys that an index chooses: DeepSeek-V3.2 and its kin (DSA over MLA).
 
-Transformers' attention hands latents, compressed keys and values that all heads share, to ``expand_kv``, and what its
-index chose to the attention function. Here the latents stay as they are: queries are taken to them (absorbed), so that
-a token's 576 numbers travel instead of the keys and values of 128 heads. The index gives what it scores by, since its
-choice is among the keys of all ranks.
+Transformers' attention hands latents, compressed keys and values of all heads, to ``expand_kv``, and its index's choice
+to the attention function. Here queries are taken to the latents (absorbed), so that a token's 576 numbers travel
+instead of 128 heads' keys and values; the index gives its inputs, since its choice is among the keys of all ranks.
 B batch, T local tokens, H heads, R numbers of a latent, n and v numbers of a head's key (without its rotary part) and
 value.
 """
@@ -33,8 +32,6 @@ _ROTATIONS: Final = ("apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb")
 
 
 class Rows(NamedTuple):
-    """Sequences that one attention computes."""
-
     part: slice
     mask: Mask
     layout: LayoutName | Layout

@@ -1,8 +1,6 @@
-"""Attention in models' own code, moved to the ring where its queries, keys and values are accessible.
+"""Attention inlined in older models' code, moved to the ring: a mixin for each group of similar modules.
 
-Older models inline matrix products and softmax. Each group of similar modules has a mixin here that takes the module's
-projections and positions and calls transformers' attention interface.
-
+A mixin takes the module's projections and positions and calls transformers' attention interface.
 B batch, T local tokens, H query heads, D head size.
 """
 
@@ -195,7 +193,6 @@ def uses_alibi(decoder: Any) -> bool:
 
 
 def take_over_attention(own: Mapping[nn.Module, type[OwnAttention]], implementation: str) -> None:
-    """Make modules with own attention code call an implementation of transformers' interface, in place."""
     module: Any
     for module, mixin in own.items():
         if not hasattr(module, "layer_idx"):

@@ -21,8 +21,8 @@ _TRIAL: Final = "ringspan_trial"
 def refuse_attention(view: ModelView) -> None:
     """Raise UnsupportedError if the ring cannot take over a decoder's attention or number its tokens.
 
-    Layers with a stateful module, or without attention by the config, need not call any. Models not marked by
-    transformers as using its AttentionInterface are tried out on two tokens: many lack only the mark.
+    Layers with a stateful module, or without attention, need not call any. Models that transformers does not mark as
+    using its AttentionInterface are tried out on two tokens.
     """
     name, decoder, own = view.name, view.decoder, view.own_attention
     for path, module in decoder.named_modules():
@@ -54,7 +54,7 @@ def refuse_attention(view: ModelView) -> None:
 
 @torch.no_grad()
 def _why_not_consulted(view: ModelView) -> str:
-    """Return the reason why some layer would not call the ring's attention; empty if all do."""
+    """Return why some layer would not call the ring's attention; empty if all do."""
     decoder, layers, others = view.decoder, view.layers.values(), {*view.stateful.values(), *view.own_attention}
     with filled(decoder, zeros=True):
         ids = torch.zeros(1, 2, dtype=torch.int64, device=next(decoder.parameters()).device)

@@ -57,12 +57,9 @@ class Asked(Enum):
 
 @dataclass(frozen=True)
 class PerToken:
-    """Request for per-token numbers from hidden states and targets.
+    """Request for per-token numbers, returned as ``logits``; ``value`` is the call's name in errors.
 
-    Args:
-        value: name of the call in errors.
-        compute: (model, hidden (B, T, C), targets (B, T)) -> (B, T, ...), run while the head's weights are whole;
-            returned as ``logits``.
+    ``compute``: (model, hidden (B, T, C), targets (B, T)) -> (B, T, ...), run while the head's weights are whole.
     """
 
     value: str
@@ -86,7 +83,6 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
                 return with_shards(self, call(**kwargs))
 
     def ring_bind(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.BoundArguments:
-        """Bind a call's arguments to names, or raise."""
         return _bind(self, args, kwargs)
 
     def named_parameters(self: Any, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -117,10 +113,9 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
         ``document_lengths`` (B, documents), padded with 0: tokens see only their own document, positions count within
         it. ``sequence_length`` is the longest document's without padding; with it if None. ``output_router_logits``,
         from the config when None: the loss includes the auxiliary loss over all ranks' ``real_tokens`` (B, T), all but
-        the layout's padding when None. ``media`` are the whole batch's images; this rank embeds its share. ``kwargs``
-        has at most ``ring_asked``: log-probabilities (B, S) for ``token_logprobs``, or a ``PerToken``. ``labels`` and
-        ``attention_mask`` raise in ``__call__``; they are named because Trainer keeps the data columns named here, and
-        ``shard_batch`` takes both.
+        the layout's padding when None. ``media`` are the whole batch's images. ``kwargs`` has at most ``ring_asked``:
+        log-probabilities (B, S) for ``token_logprobs``, or a ``PerToken``. ``labels`` and ``attention_mask`` raise in
+        ``__call__``; Trainer keeps the data columns named here, and ``shard_batch`` takes both.
 
         Raises:
             UnsupportedError: an argument that a ring does not honour or no model has, or a config changed since

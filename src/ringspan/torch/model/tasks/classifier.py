@@ -110,10 +110,9 @@ class RingClassifier(RingCausalLM):
     ) -> SequenceClassifierOutputWithPast | TokenClassifierOutput:
         """Map local tokens (B, T) to sequence logits (B, L) on every rank, or local token logits (B, T, L).
 
-        A sequence's logits come from its last token other than ``pad_token_id``, as in transformers. They are
-        differentiable: all ranks of a ring compute the same loss, whose gradients count once and are summed over
-        replicas. ``attention_mask`` and ``labels`` raise in ``__call__``; they are named for callers that inspect the
-        signature.
+        A sequence's come from its last token other than ``pad_token_id``, as in transformers; all ranks of a ring
+        compute the same loss of them, whose gradients count once and are summed over replicas. ``attention_mask`` and
+        ``labels`` raise in ``__call__``; they are named for callers that inspect the signature.
         """
         assert input_ids is not None and position_ids is not None and sequence_length is not None, "by __call__"
         renew_types(self)

@@ -202,13 +202,10 @@ def shard_features(
 
 
 def global_sum(value: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Return the differentiable sum of a value over all ranks of a ring and all replicas.
+    """Return the differentiable sum of each rank's part of a loss over all ranks of a ring and all replicas.
 
-    Each rank differentiates its own part, so that weight gradients, summed over ranks, equal those of one process.
-
-    Args:
-        value: this rank's part of a loss, such as its tokens' summed errors over the count of all tokens.
-        mesh: from ``init_mesh``.
+    For example its tokens' summed errors over the count of all tokens. Each rank differentiates its own part: weight
+    gradients, summed over ranks, equal one process's.
     """
     mesh = ring_mesh(mesh)
     return watch_backward(Sum.apply(value, [mesh[axis].get_group() for axis in ("replicate", "ring")]))

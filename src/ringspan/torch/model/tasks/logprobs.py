@@ -18,13 +18,12 @@ def token_logprobs(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         targets = shift_labels or labels, shifted                       # (B, S), -100 for none
         where(targets == -100, 0, log_softmax(logits, -1).gather(-1, targets))
 
-    without whole logits: they are computed in the loss's blocks, again in backward. Entry i belongs to the target of
-    token i, which is token i + 1. Tokens without a target (masked, padding, the last) have 0, so a row's sum is the
-    log-probability of its unmasked tokens.
+    in the loss's blocks, computed again in backward. Entry i belongs to token i's target, token i + 1; 0 without one
+    (masked, padding, the last), so a row's sum is the log-probability of its unmasked tokens.
 
-    Differentiable. All ranks of a ring compute the same value from it, whose gradients count once, as with the loss.
-    Each replica has its own rows; gradients are summed over replicas, so a mean divides by the examples of all
-    replicas. Training terms (``z_loss``, ``label_smoothing``, auxiliary router loss) are left out.
+    Differentiable. All ranks of a ring compute the same value from it, whose gradients count once, as with the loss,
+    and are summed over replicas, which have their own rows: a mean divides by the examples of all replicas. Without
+    training terms (``z_loss``, ``label_smoothing``, auxiliary router loss).
 
     Args:
         model: from ``parallelize``.
@@ -34,8 +33,7 @@ def token_logprobs(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         (B, S) in float32 (float64 for a float64 model), S the tokens of each sequence before ``shard_batch``.
 
     Raises:
-        UnsupportedError: a model on no ring; a batch without targets, or with what ``shard_batch`` does not return; on
-            every rank for the batch's errors.
+        UnsupportedError: a model on no ring; on every rank, a batch without targets, or not from ``shard_batch``.
         PeerMismatch: ranks were given different batches, or do something else.
     """
     if not isinstance(model, nn.Module) or not any(isinstance(part, RingCausalLM) for part in model.modules()):
