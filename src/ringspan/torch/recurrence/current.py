@@ -45,10 +45,9 @@ class Before:
 
 @dataclass(frozen=True)
 class SequencePass:
-    """Sequences of a forward pass: their layouts and documents.
+    """Sequences of a forward pass: ``layouts`` and ``starts`` (increasing, from 0), one for each sequence or for all.
 
-    ``layouts`` and ``starts`` (increasing, from 0) have one entry per sequence, or one for all. ``packed`` tells
-    attention of the documents. ``before`` is set in a pass over a cache, whose layout counts from its first token.
+    ``packed`` tells attention of the documents. ``before`` is set over a cache; the layout counts from its first token.
     """
 
     layouts: tuple[Layout, ...]
@@ -72,13 +71,11 @@ _current: ContextVar[SequencePass | None] = ContextVar("sequence_pass", default=
 
 
 def current_pass() -> SequencePass | None:
-    """Return the current pass; None outside of a model on a ring."""
     return _current.get()
 
 
 @contextmanager
 def passing(sequences: SequencePass | None) -> Iterator[None]:
-    """Make this the pass of layers with a state."""
     token = _current.set(sequences)
     try:
         yield

@@ -49,7 +49,6 @@ def _(maps: Tensor, states: Tensor, *_: object) -> Tensor:
 def scan(
     maps: Tensor, states: Tensor, plan: Plan, rank: int, transport: Transport, *, is_matrix: bool, reverse: bool
 ) -> Tensor:
-    """Run ``scan_states`` over a transport."""
     mine = plan.mine(rank)
     if reverse and is_matrix:
         maps = maps.mT
@@ -95,7 +94,7 @@ def scan(
 
 @torch.library.custom_op("ringspan::halo", mutates_args=())
 def halo_of(x: Tensor, width: int, plan: str) -> Tensor:
-    """Return the ``width`` inputs before each local span, 0 where not needed: (B, C, T) -> (n, B, C, width)."""
+    """Return the ``width`` inputs before each local span, 0 if not needed: (B, C, T) -> (n, B, C, width)."""
     return _lent(x, x.shape[-1], width, plan, reverse=False)
 
 

@@ -43,7 +43,6 @@ class Plan:
         return scan_rounds(self.links.reverse)
 
     def loans(self, width: int) -> tuple[Loan, ...]:
-        """Return the loans of inputs for halos of a width."""
         if width not in self._loans:
             self._loans[width] = halo_loans(self.places, width, self.starts)
         return self._loans[width]
@@ -66,7 +65,6 @@ class Plan:
             yield LocalPiece(first, first + count, number > 0 and not begins)
 
     def passes(self, number: int, starts: tuple[int, ...]) -> bool:
-        """Return whether a span passes on the state that it takes."""
         return passes(self.places, number, starts)
 
     def reach_back(self, number: int, width: int, starts: tuple[int, ...]) -> int:
@@ -96,7 +94,6 @@ def as_text(layout: Layout, starts: tuple[tuple[int, ...], ...], group: dist.Pro
 
 @lru_cache(maxsize=64)
 def from_text(text: str) -> tuple[Plan, str]:
-    """Parse a plan and the name of its group."""
     name, length, ranks, starts, group = json.loads(text)
     layout = CustomLayout.parse(name) if name.startswith("custom") else Layout(name, length, ranks)
     return plan_of(layout, tuple(map(tuple, starts))), group

@@ -107,7 +107,6 @@ class _Job:
         return torch.cat([self.run(arguments, number, None)[0] for number in self.mine], self.rule.out_dim)
 
     def run(self, arguments: Arguments, number: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Return a span's outputs and final state, given its initial one."""
         outs: list[Tensor] = []
         ends: list[Tensor] = []
         first = self.plan.place(0).offset if number == 0 else -1
@@ -289,7 +288,6 @@ class _Halo(torch.autograd.Function):
 
 
 def _only(rows: slice, rule: Rule, arguments: Arguments) -> dict[str, Any]:
-    """Select the arguments of some sequences."""
     return {name: x[rows] if name in rule.dims and isinstance(x, Tensor) else x for name, x in arguments.items()}
 
 

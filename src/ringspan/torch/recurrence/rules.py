@@ -17,7 +17,7 @@ Arguments = Mapping[str, Any]
 
 
 class Rule(ABC):
-    """One kind of layer: tokens map its state affinely."""
+    """One kind of layer."""
 
     positional: ClassVar[tuple[str, ...]]
     """Arguments with other names in kernels."""
@@ -43,7 +43,6 @@ class Rule(ABC):
 
 
 def state_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the states' dtype: float32 or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 

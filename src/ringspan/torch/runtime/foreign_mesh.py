@@ -23,9 +23,8 @@ _numbers: Final = itertools.count(1 << 30)  # of groups of one rank; no job has 
 def ring_mesh(mesh: Any) -> DeviceMesh:
     """Return a mesh with the axes of ``init_mesh``: this one, or one over the same ranks and groups.
 
-    Known names, in any order: ``dp_replicate`` is ``replicate``, ``cp`` or ``sp`` is ``ring``, ``tp`` is ``tp``;
-    others must have one rank. ConfigError, by name, for no DeviceMesh, other axes, or ranks that do not ascend
-    along one.
+    Known names, in any order: ``dp_replicate`` is ``replicate``, ``cp`` or ``sp`` is ``ring``, ``tp``; others must have
+    one rank. ConfigError, by name, for no DeviceMesh, other axes, or ranks that do not ascend along one.
     """
     names = _names(mesh)
     check_order(mesh)
@@ -43,10 +42,10 @@ def ring_mesh(mesh: Any) -> DeviceMesh:
 
 
 def map_mesh(mesh: DeviceMesh, *, ring: Names, replicate: Names = None, tp: Names = None) -> DeviceMesh:
-    """Return a mesh with ``init_mesh``'s axes over the ranks of another one.
+    """Return a mesh with ``init_mesh``'s axes over the ranks of another one; call it on every rank.
 
-    Not needed for the names of torchtitan and accelerate, which every function recognises: ``dp_replicate``, ``cp``,
-    ``sp``, ``tp``. Process groups are the mesh's; one is created if two axes become one. Call it on every rank.
+    Not needed for ``dp_replicate``, ``cp``, ``sp`` and ``tp`` (torchtitan, accelerate), which every function
+    recognises. Process groups are the mesh's; one is created if two axes become one.
 
     Args:
         mesh: of any names and order. A part of one, as ``mesh["data", "context"]``, leaves axes out.

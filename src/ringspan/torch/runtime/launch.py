@@ -56,15 +56,12 @@ def launch(
 ) -> list[Any]:
     """Run ``function(*args)`` on ``num_ranks`` local processes that form the default process group; results by rank.
 
-    The ranks meet through a file and talk over the loopback interface. Each uses ``threads`` CPU threads, an equal
-    share of the cores when None. CUDA ranks get a device each. When a rank dies, all are started again, up to
-    ``max_restarts`` times; what a rank refused is not tried again. With ``forward_signals`` a stop signal is forwarded
-    to the ranks, which end themselves, and a second SIGINT kills them; otherwise the first one ends them. ``thrifty``
-    ranks return the memory of large tensors as soon as these are freed, on Linux with glibc, unless the environment
-    sets GLIBC_TUNABLES.
-
-    On Linux without CUDA the others are forks of one process, which lives as long as this one and has imported what
-    the first launch's function needs, in the environment of that launch: a rank starts in a tenth of a second.
+    The ranks meet through a file and talk over loopback, with ``threads`` CPU threads each (an equal share of the cores
+    when None) and a CUDA device each. If a rank dies, all are restarted, at most ``max_restarts`` times, but not after
+    a refusal. A stop signal is forwarded to the ranks with ``forward_signals``, and a second SIGINT kills them;
+    otherwise the first one ends them. ``thrifty`` ranks return the memory of large tensors at once, on Linux with
+    glibc, unless GLIBC_TUNABLES is set. On Linux without CUDA ranks are forks of one process, which lives as long as
+    this one, in the environment and with the imports of the first launch: a rank starts in a tenth of a second.
 
     Raises:
         ConfigError: fewer than one rank, more than ``MOST_RANKS``, or more than CUDA devices when there are any.
@@ -146,7 +143,6 @@ def join(folder: str | None = None, *, timeout: timedelta | None = None) -> None
 
 
 def _nccl(device: torch.device) -> dict[str, Any]:
-    """Return the NCCL options of a rank: its device, and streams of high priority; none on a CPU."""
     return {"device_id": device, "pg_options": urgent()} if device.type == "cuda" else {}
 
 

@@ -20,7 +20,7 @@ AXES: Final = "replicate", "ring", "tp"
 def init_mesh(*, ring: int | None = None, replicate: int = 1, tp: int = 1) -> DeviceMesh:
     """Return a mesh with axes ``replicate``, ``ring`` and, above 1, ``tp``; last-axis neighbours are adjacent ranks.
 
-    Joins the process group that torchrun describes when none exists, or makes one of a single process. Replicas take
+    Joins the process group that torchrun describes if none exists, or makes one of a single process. Replicas take
     different examples; the ranks of a ring share one; ranks of ``tp`` share tokens and split heads, feed-forward and
     vocabulary. ``ring=None`` takes all remaining ranks. Time-outs are the process group's.
 
@@ -71,7 +71,6 @@ def make_mesh(device_type: str, replicate: int, ring: int, tp: int) -> DeviceMes
 
 
 def wait_for(mesh: DeviceMesh, seconds: float) -> None:
-    """Set the timeout of the default process group and a mesh."""
     set_timeout(dist.group.WORLD, seconds)
     take_timeout(mesh)
     flatten_weights(mesh)

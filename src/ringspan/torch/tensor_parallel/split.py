@@ -109,8 +109,7 @@ def split_model(model: PreTrainedModel, tp: DeviceMesh) -> None:
     """Split a model over ``tp`` by its plan, in place, without communication; call ``refuse_split`` first.
 
     All parameters become DTensors, whole on each rank if the plan does not name them. Embedding and head, which may be
-    one
-    tensor, are split by vocabulary if it divides evenly. Modules take and return plain tensors.
+    one tensor, are split by vocabulary if it divides evenly. Modules take and return plain tensors.
     """
     modules = dict(model.named_modules())
     styles, placements = with_adapters(_styles(model, tp.size()), modules), placements_of(model, tp.size())
@@ -203,7 +202,6 @@ class _Inputs:
         self._seen: tuple[Tensor, Tensor] | None = None
 
     def share(self, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        """Return ``x`` with a gradient that is summed over the group."""
         # By identity: siblings are given the same tensor, and equal ones of other calls are not theirs.
         if self._seen is not None and self._seen[0] is x:
             return self._seen[1]

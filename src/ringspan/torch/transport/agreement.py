@@ -59,9 +59,8 @@ def shared_bytes() -> int:
 def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
     """Check that all ranks of a group were given the same facts, before any payload moves.
 
-    Talks to the others only when these facts are new to this group, so the steady state costs nothing. Where ranks
-    share memory, one that finds that a peer requests a comparison, or makes other calls, joins in
-    (``report_out_of_step``).
+    Talks to the others only when these facts are new to this group, so the steady state costs nothing. With shared
+    memory a rank that sees a peer compare, or make other calls, joins in (``report_out_of_step``).
 
     Raises:
         PeerMismatch: on every rank, naming what differs and each rank's value.
@@ -87,10 +86,7 @@ def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
 
 @contextmanager
 def compared_batch(group: dist.ProcessGroup) -> Iterator[None]:
-    """Agree without asking, while active, on what differs from earlier calls over a group only by the batch.
-
-    For a pass whose batch all ranks have compared: a step of new documents then costs no comparison of its masks.
-    """
+    """Agree without asking, while active, on facts that differ only by the batch, which all ranks have compared."""
     _compared.append(group)
     try:
         yield
@@ -99,12 +95,9 @@ def compared_batch(group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def compare_refused(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
-    """Compare before this rank refuses a call, so that others do not wait for it.
+    """Compare before this rank refuses a call, so that others do not wait for it; PeerMismatch if theirs differ.
 
-    Only if they notice: before anything has been agreed on, and if ranks share memory.
-
-    Raises:
-        PeerMismatch: on every rank, if the others were given other facts.
+    They notice only before anything has been agreed on, or if ranks share memory.
     """
     if _talks(group) and ((here := _groups.setdefault(group, _Group())).queues or not here.known):
         here.facts = facts
@@ -113,11 +106,7 @@ def compare_refused(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> N
 
 @contextmanager
 def one_at_a_time(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Guard one pass of a thread over a group; another thread's would take its messages.
-
-    Raises:
-        UnsupportedError: another thread is in a pass over the group.
-    """
+    """Guard one pass of a thread over a group; UnsupportedError for another thread's, which would take its messages."""
     if not _talks(group):
         yield
         return
@@ -139,11 +128,7 @@ def _talks(group: dist.ProcessGroup | None) -> TypeGuard[dist.ProcessGroup]:
 
 
 def report_out_of_step(group: dist.ProcessGroup, problem: str) -> Never:
-    """Compare all ranks' calls after a message is known to be lost.
-
-    Raises:
-        PeerMismatch: on every rank, naming what differs, or what each rank has reported.
-    """
+    """Compare all ranks' calls after a message is known to be lost; PeerMismatch on every rank."""
     _compare(group, _groups[group], problem)
     raise AssertionError("a reported problem always raises PeerMismatch")
 

@@ -20,7 +20,7 @@ from ringspan.torch.transport.queue import Expected, OutOfStepError, SharedQueue
 
 @dataclass
 class TransferRecord:
-    """One exchange of blocks: when it was posted, when this rank began to wait for it, and when the wait ended."""
+    """One exchange of blocks: times of its post, and of this rank's wait."""
 
     hop: int
     is_gradient: bool
@@ -47,8 +47,7 @@ class Counters:
     """This process's sent bytes and waiting time over all exchanges, and its current hop.
 
     The ring writes it; benchmarks and the watchdog's thread read it. ``hop`` counts on over head groups of a pass, at
-    two
-    messages per hop. ``transfers`` and ``hops`` are lists while ``recorded`` is active, else None.
+    two messages per hop. ``transfers`` and ``hops`` are lists while ``recorded`` is active, else None.
     """
 
     num_posts: int = 0
@@ -93,7 +92,6 @@ class TensorSpec:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
 
     def on(self, memory: Tensor) -> Tensor:
-        """Return such a tensor on these bytes."""
         return memory.view(self.dtype).view(self.shape)
 
 
@@ -145,10 +143,10 @@ class Transfer:
 
 
 class Exchange:
-    """Point-to-point messages within one group during one pass.
+    """Point-to-point messages within one group during one pass, which ``signature`` names.
 
-    Peers are group ranks, or indices into ``ranks`` when it is given. ``signature`` names the pass; with the message
-    number it makes the tag, so that a rank that is ahead, or in another pass, never has its blocks mistaken.
+    Peers are group ranks, or indices into ``ranks`` when it is given. ``signature`` and message number are the tag, so
+    that a rank that is ahead, or in another pass, never has its blocks mistaken.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, signature: str, ranks: Sequence[int] | None = None) -> None:
@@ -160,7 +158,6 @@ class Exchange:
         self._tag: Final = int.from_bytes(hashlib.sha256(signature.encode()).digest()[:4], "big") % (1 << 30)
 
     def among(self, ranks: Sequence[int], name: str) -> "Exchange":
-        """Return the same pass between some ranks, as peers 0, 1, ..."""
         # Its own tags: a trade within a Ulysses group is numbered like the ring between groups.
         return Exchange(self._group, f"{self._signature} {name}", ranks)
 
@@ -176,9 +173,8 @@ class Exchange:
     ) -> tuple[Transfer, list[PendingReceive]]:
         """Start all sends (to, buffer) and receives (from, spec) of one moment together, so that no order blocks.
 
-        Returns the transfer to wait for, and its messages, in the order of ``receives``.
-
-        Between one pair of ranks the order of sends is the order of receives. Buffers are contiguous.
+        Returns the transfer, and its messages, in the order of ``receives``. Between one pair of ranks the order of
+        sends is the order of receives. Buffers are contiguous.
         """
         assert self._group is not None or not (sends or receives), "a single rank has nobody to talk to"
         pending = [self._pending(self._rank(peer), spec, message) for peer, spec in receives]

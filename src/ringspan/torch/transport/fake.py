@@ -47,7 +47,6 @@ class FakeTransport:
         self._network, self._name, self._ranks = network, name, ranks
 
     def among(self, ranks: Sequence[int], name: str) -> "FakeTransport":
-        """Return the same network between some of its ranks."""
         return FakeTransport(self._network, f"{self._name} {name}", ranks)
 
     def empty(self, spec: TensorSpec) -> Tensor:
@@ -56,7 +55,6 @@ class FakeTransport:
     def post(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, TensorSpec]], message: int
     ) -> tuple[Transfer, list[PendingReceive]]:
-        """Send to the network and let it start to fill what is received."""
         key = self._name, message
         pending = [PendingReceive(self._rank(peer), spec, spec.empty()) for peer, spec in receives]
         wait = self._network.receive(pending, key) if pending else None

@@ -36,7 +36,6 @@ _registered: Final[dict[str, Callable[[str], Transport]]] = {}  # by the name of
 
 
 def transport_of(group: dist.ProcessGroup | None, signature: str) -> Transport:
-    """Return the transport of a pass that ``signature`` names, over a group."""
     make = _registered.get(group.group_name) if group is not None else None
     return make(signature) if make else Exchange(group, signature)
 

@@ -49,8 +49,8 @@ class Expected:
 class SharedQueues:
     """The queues between this rank of a group and its peers on the host, one for each direction of each pair.
 
-    Between two ranks the order of ``send`` is the order of ``expect``, so a message with another tag than expected
-    shows that the ranks are out of step. So does a cycle of ranks that each wait for the next one.
+    Between two ranks the order of ``send`` is the order of ``expect``, so another tag than expected, or a cycle of
+    ranks that each wait for the next one, shows that the ranks are out of step.
     """
 
     def __init__(self, group: dist.ProcessGroup, seconds: float) -> None:
@@ -118,7 +118,7 @@ class SharedQueues:
 
     @contextmanager
     def comparing(self) -> Iterator[Sequence[int]]:
-        """Compare all ranks while waiting peers join in; yield how many messages this rank has sent to each."""
+        """Compare all ranks while waiting peers join in; yield the number of messages sent to each rank."""
         if self.memory.peers:
             self.memory.words(self._rank)[_REQUESTS] = self._comparisons + 1
         yield list(self._sent)
@@ -195,8 +195,6 @@ def _bounds(ranks: int) -> list[int]:
 
 
 class _Descriptor(NamedTuple):
-    """A message's identity and location."""
-
     tag: int
     slot: int
     size: int
@@ -219,11 +217,9 @@ class _Queue:
         return True
 
     def holds(self, number: int) -> bool:
-        """Return whether a numbered descriptor has been written."""
         return self._words[self._at(number)] >= number
 
     def take(self) -> Iterator[tuple[int, _Descriptor]]:
-        """Yield new descriptors with their sequence numbers."""
         while self._words[at := self._at(self._taken + 1)] == self._taken + 1:
             self._taken += 1
             descriptor = _Descriptor(self._words[at + 1], self._words[at + 2], self._words[at + 3])

@@ -1,7 +1,6 @@
 """Memory that the ranks of one host share: a message is made there by its sender and read there by its reader.
 
-Over gloo a block goes through a socket, into the kernel and out of it again, by a thread that competes with the
-computation for the cores.
+Over gloo a block goes through a socket, into the kernel and out again, by a thread that competes for the cores.
 """
 
 import ctypes
@@ -48,11 +47,9 @@ class _Slot:
 class SharedMemory:
     """The memory that this rank of a group shares with its peers on the host.
 
-    Each rank has one anonymous file, empty and as large as the machine's memory: a token that identifies it, some
-    words, and slots, whose pages come with messages. A slot is free again as soon as no rank has a tensor on its
-    message, so a steady state allocates nothing. Nothing remains when processes end, in whatever way.
-
-    ``peers`` are the processes of the other ranks that can read this rank, and it them, by rank.
+    Each rank has one anonymous file, as large as the machine's memory: an identifying token, some words, and slots,
+    whose pages come with messages. A slot is free once no rank has a tensor on its message, so a steady state allocates
+    nothing. Nothing remains when processes end. ``peers``: processes of ranks that share with this one, by rank.
     """
 
     def __init__(self, group: dist.ProcessGroup, num_words: int) -> None:
@@ -78,7 +75,6 @@ class SharedMemory:
 
     @property
     def reserved_bytes(self) -> int:
-        """Return the bytes after this rank's slots."""
         return sum(slot.stop - slot.start for slot in self._slots)
 
     def words(self, rank: int) -> "memoryview[int]":
@@ -110,7 +106,6 @@ class SharedMemory:
         return self._peer_memory[sender].view(slot, slot + _LINE, size, self._rank)
 
     def release(self, sender: int, slot: int) -> None:
-        """Release a peer's message unread."""
         self._peer_memory[sender].mark(slot, self._rank, False)
 
     def _slot_of(self, message: Tensor) -> _Slot | None:
@@ -154,8 +149,6 @@ class SharedMemory:
 
 
 class _Memory:
-    """A mapped file as bytes and words."""
-
     def __init__(self, descriptor: int) -> None:
         self.size = os.fstat(descriptor).st_size
         self._map = mmap.mmap(descriptor, self.size)

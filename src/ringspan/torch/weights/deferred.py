@@ -1,7 +1,6 @@
-"""Deferred tensors, computed whole or in part on request.
+"""Deferred tensors: transformers renames, merges, splits and casts checkpoint tensors with PyTorch operations.
 
-Transformers renames, merges, splits and casts checkpoint tensors with ordinary PyTorch operations. Deferred tensors
-record these, to be carried out later, one weight at a time and usually only for this rank's part.
+These record them, to be carried out one weight at a time, usually only for this rank's part.
 """
 
 import math
@@ -21,8 +20,6 @@ _COMPARED_BYTES: Final = 1 << 26  # of each of two tensors at a time
 
 
 class Source(Protocol):
-    """Location of a tensor's numbers."""
-
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -102,7 +99,6 @@ class Deferred(Tensor):
 
 
 def deferred(source: Source) -> Deferred:
-    """Return a source's tensor."""
     return Deferred(source.shape, source.dtype, source)
 
 
@@ -168,7 +164,6 @@ def sources_of(tensor: Tensor) -> list[Source]:
 
 
 def region_of(shape: Sequence[int]) -> Region:
-    """Return the region of a whole tensor."""
     return tuple(slice(0, size) for size in shape)
 
 

@@ -46,8 +46,8 @@ class _Stored:
 class WeightFiles:
     """The tensors of a folder, by name, of the files that transformers opens for a config.
 
-    ConfigError, by name, if there are none in safetensors, a file is missing, cut or damaged or lacks what the
-    index says, or there is an adapter that ``adapter`` does not take into account.
+    ConfigError, by name, if files are not safetensors, missing, cut, damaged or lack what the index says, or for an
+    unexpected adapter.
     """
 
     def __init__(

@@ -18,5 +18,4 @@ def check_loaded(where: str, found: Mapping[str, Any]) -> None:
 
 
 def first_of(names: set[str]) -> str:
-    """Return the first name and the number of names."""
     return f"{min(names)} ({len(names)} weights in all)" if len(names) > 1 else min(names)

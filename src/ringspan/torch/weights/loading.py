@@ -46,9 +46,8 @@ def unread_model(
 ) -> tuple[PreTrainedModel, set[str]]:
     """Return a folder's model with deferred parameters, and the names in its files that it has no place for.
 
-    Adapters may be added; ``put_on_mesh`` reads each rank's part. Renamed, merged, split and tied weights and
-    dtypes are transformers' own doing. ConfigError, with ``where`` the user's call, for missing or misshapen
-    weights, or another model.
+    Adapters may be added; ``put_on_mesh`` reads each rank's part. Renamed, merged, split and tied weights and dtypes
+    are transformers' own doing. ConfigError, by ``where``, for missing or misshapen weights, or another model.
     """
     try:
         with torch.device("meta"):
@@ -141,7 +140,6 @@ def _unread(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.P
 
 
 def source_of(parameter: Tensor) -> Deferred | None:
-    """Return an unread parameter's source, else None."""
     if isinstance(parameter, Deferred):
         return parameter
     return getattr(parameter, _SOURCE, None) if parameter.is_meta else None

@@ -26,9 +26,7 @@ class Packing(Protocol):
         """Return the plain tensors of a packed one, which share its memory."""
         ...
 
-    def rebuild(self, parts: dict[str, Tensor]) -> Any:
-        """Return the packed tensor of such parts."""
-        ...
+    def rebuild(self, parts: dict[str, Tensor]) -> Any: ...
 
 
 class _Flattened:
@@ -63,7 +61,7 @@ class FourBits:
 
     @staticmethod
     def parts_of(packed: Tensor, state: Any) -> dict[str, Tensor]:
-        """Return the parts of packed numbers with bitsandbytes' state of them."""
+        """Return the parts of packed numbers with bitsandbytes' state."""
         found = {"packed": packed.view(torch.uint8), "absmax": state.absmax}
         if state.nested:
             found |= {"nested_absmax": state.state2.absmax, "offset": state.offset.view(1)}
@@ -106,7 +104,6 @@ def is_packed(tensor: Tensor) -> bool:
 
 
 def packing_of(tensor: Any) -> Packing:
-    """Return the packing of a packed tensor."""
     if hasattr(tensor, "quant_state"):
         return FourBits(type(tensor), tensor.quant_state, tensor.quant_storage)
     return EightBits(type(tensor)) if hasattr(tensor, "SCB") else _Flattened(tensor)
@@ -137,7 +134,6 @@ def split_into_parts(model: nn.Module) -> None:
 
 
 def split_weight(module: nn.Module, name: str, packing: Packing, parts: dict[str, Tensor]) -> None:
-    """Put parts in place of a module's packed weight."""
     # unsafe: not compared with what it was, since packed tensors do not compare.
     parametrize.register_parametrization(module, name, _Packed(packing, parts), unsafe=True)
     # The class is this module's own now. bitsandbytes' would save what it finds in the whole weight.

@@ -10,9 +10,7 @@ from ringspan.torch.weights.packed import EightBits, FourBits, split_weight
 
 
 def pack_unread(model: Any, config: Any) -> None:
-    """Give a model with deferred weights the modules of bitsandbytes, whose parts are computed when they are read.
-
-    Which modules these are, and the numbers in them, are those of ``from_pretrained`` of transformers.
+    """Give a model with deferred weights bitsandbytes' modules, with the numbers of ``from_pretrained``.
 
     Raises:
         UnsupportedError: ``config`` is not a ``BitsAndBytesConfig``.

@@ -109,7 +109,6 @@ class _Sink:
             self._try(lambda: self._file.write(data))
 
     def close(self) -> None:
-        """Flush everything to disk."""
         if self._file is not None:
             if self.problem is None:
                 self._try(self._file.flush)
