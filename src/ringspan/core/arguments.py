@@ -26,7 +26,7 @@ _LAYOUT_HINT: Final = 'pass rs.Layout("zigzag", length=S, ranks=N)'
 
 
 def is_split(count: int, ranks: int) -> bool:
-    """Return True if ``count`` new tokens over a cache are split over a ring, False if each rank computes all."""
+    """Return True if ``count`` new tokens over a cache are split over a ring, not computed by all."""
     return ranks > 1 and count >= max(SPLIT_FROM_TOKENS, 2 * ranks)
 
 

@@ -1,7 +1,4 @@
-"""Formulas of a training step's cost, for planner, trainer and ``parallelize``: saved bytes, bytes of the loss, FLOPs.
-
-C hidden, I intermediate and V vocabulary size, H query and G key/value heads, D head size, s bytes per number.
-"""
+"""Formulas of a training step's cost: saved bytes, loss bytes, FLOPs. I intermediate size, s bytes per number."""
 
 from dataclasses import dataclass
 from typing import Final, NamedTuple
@@ -16,7 +13,7 @@ _FLOAT32: Final = DTYPE_BYTES["float32"]
 
 @dataclass(frozen=True, kw_only=True)
 class LayerSizes:
-    """Sizes of a Llama-like decoder layer, or of one rank's share of it."""
+    """Sizes of a Llama-like decoder layer, or of one rank's share."""
 
     hidden: int
     heads: int
@@ -26,7 +23,6 @@ class LayerSizes:
 
 
 def norm_bytes(size: int, number_bytes: int, *, is_rms: bool = True, in_chunks: bool = False) -> int:
-    """Return the bytes that a norm saves, including its result."""
     # Below float32, transformers' RMS norm keeps a float32 copy of its input, unless it runs in chunks.
     if not is_rms:
         return 2 * number_bytes * size + 2 * _FLOAT32
@@ -61,7 +57,7 @@ def saved_bytes(
 
 
 class LossBytes(NamedTuple):
-    """Bytes that the blockwise loss allocates, except its arguments and the gradient of ``hidden``."""
+    """Bytes of the blockwise loss, except its arguments and the gradient of ``hidden``."""
 
     sums: int
     """Gradients of weight and bias, as long as the loss is there."""

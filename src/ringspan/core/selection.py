@@ -1,7 +1,6 @@
 """Keys that an index chooses for each query (DeepSeek-V3.2): ranges, a float64 oracle, and costs.
 
-A selection is int32 positions (B, T, k), unordered, -1 if a query sees fewer than k keys.
-T queries, S keys, H heads of the index, D its head size.
+A selection is int32 positions (B, T, k), unordered, -1 if a query sees fewer than k of S keys. H and D are the index's.
 """
 
 from typing import NamedTuple

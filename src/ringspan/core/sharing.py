@@ -5,10 +5,9 @@ from numpy.typing import NDArray
 
 
 def even_out(work: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Deal a step's sequences so that replicas have similar work in each micro-step.
+    """Deal sequences (accumulation_steps, replicate, batch_size) so that replicas have similar work in each micro-step.
 
     Similar sequences share a micro-step; each goes, heaviest first, to the least loaded replica with room.
-    Input and result have shape (accumulation_steps, replicate, batch_size).
     """
     micro_steps, replicas, most = work.shape
     heaviest_first = np.argsort(-work, axis=None, kind="stable")

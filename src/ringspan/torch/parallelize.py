@@ -1,7 +1,4 @@
-"""Hugging Face causal language models on the ring, through transformers' public attention and mask interfaces.
-
-B batch, S global tokens, T local tokens, V vocabulary.
-"""
+"""Hugging Face causal language models on the ring, through transformers' public attention and mask interfaces."""
 
 from collections.abc import Iterator
 from dataclasses import fields
@@ -287,7 +284,6 @@ def _call_over_ring(parts: Parts, mesh: DeviceMesh, config: StepConfig) -> None:
 
 
 def _note_what_stays(model: PreTrainedModel, layers: list[nn.Module], mesh: DeviceMesh) -> None:
-    """Note what must not change until later calls."""
     note_data(model)
     note_buffers(model, layers)
     kind: Any = type(model)

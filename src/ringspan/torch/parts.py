@@ -36,8 +36,6 @@ from ringspan.torch.tensor_parallel.split import refuse_split
 
 
 class InBlocks(NamedTuple):
-    """Modules that run in blocks of tokens."""
-
     modules: list[nn.Module]
     chunk_tokens: int
     option: str
@@ -47,8 +45,6 @@ class InBlocks(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """Parts of a model that ``parallelize`` may change."""
-
     view: ModelView
     in_blocks: list[InBlocks]
     vocabularies: tuple[int, int] = (0, 0)

@@ -32,7 +32,6 @@ def why_no_model(folder: Path) -> str | None:
 
 
 def why_no_folder(path: Path) -> str | None:
-    """Return why a folder cannot be written at a path, which need not exist; None if it can."""
     try:
         there = next(parent for parent in (path, *path.absolute().parents) if parent.exists())
     except OSError as error:  # too long a name

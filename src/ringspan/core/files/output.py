@@ -16,7 +16,7 @@ _REFUSED: Final = _FULL | {
 
 
 def refusal(error: BaseException) -> RingspanError | None:
-    """Return the refusal for an exception: itself, or one for unwritable output; None for other failures."""
+    """Return the refusal for an exception, if it is one or of unwritable output, else None."""
     if isinstance(error, RingspanError):
         return error
     if isinstance(error, BrokenPipeError):  # of a socket, say, it is a failure

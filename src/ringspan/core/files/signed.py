@@ -39,7 +39,7 @@ def read_signed(path: Path, reason: str) -> Any:
 
 
 def why_not_written(path: Path, num_bytes: int, sha256: str) -> str | None:
-    """Return why a file differs from its size and digest, else None; CheckpointError if unreadable."""
+    """Return why a file differs from its size and digest; CheckpointError if unreadable."""
     try:
         found = path.stat().st_size
         if found != num_bytes:

@@ -20,8 +20,8 @@ _LEAST_LEEWAY: Final = 0.25  # of the tolerances: with less, far more is sent fo
 def balanced(mask: Mask, *, length: int, ranks: int, chunk_tokens: int = CHUNK_TOKENS) -> CustomLayout:
     """Return a layout that balances this mask on ``length`` tokens; deterministic, so all ranks find the same.
 
-    Every rank holds ``ceil(length / ranks)`` tokens, the last few of some ranks padding. Chunks have ``chunk_tokens``
-    or more on average, fewer if cut for lack of room.
+    Every rank holds ``ceil(length / ranks)`` tokens, including padding. Chunks have ``chunk_tokens`` or more on
+    average, fewer if cut for lack of room.
 
     Raises:
         LayoutError: a length, a number of ranks or a size of chunks below one.

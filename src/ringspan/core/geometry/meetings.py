@@ -31,7 +31,6 @@ class Runs(NamedTuple):
 
     @staticmethod
     def of(blocks: Sequence[Spans], first_stored: Sequence[int]) -> "Runs":
-        """Build runs from each block's spans and its first storage index."""
         numbers = chain.from_iterable(chain.from_iterable(blocks))
         start, count, _ = np.fromiter(numbers, np.int64).reshape(-1, 3).T
         held = np.array(list(map(len, blocks)))
@@ -44,8 +43,6 @@ class Runs(NamedTuple):
 
 
 class Meetings(NamedTuple):
-    """Runs of two sides that meet, and their ``meet``."""
-
     queries: IntArray
     keys: IntArray
     met: IntArray
@@ -87,7 +84,7 @@ class Cells(NamedTuple):
     met: IntArray
 
     def keys_of(self, query: int) -> tuple[IntArray, IntArray]:
-        """Return, for each cell, the range [first, stop) of key stripes that a query stripe meets."""
+        """Return, by cell, the range of key stripes that a query stripe meets."""
         return np.maximum(self.k0, query - self.d1 + 1), np.minimum(self.k1, query - self.d0 + 1)
 
     def summed(self, weights: IntArray, step: int) -> IntArray:

@@ -25,7 +25,6 @@ class Stretches:
     """First region of each stretch, and the number of regions at the end."""
 
     def before(self, stretch: int, positions: IntArray) -> IntArray:
-        """Count a stretch's pairs whose query lies before each position."""
         some = self.regions[self.first_region[stretch] : self.first_region[stretch + 1]]
         return pairs_before(some, positions[:, None]).sum(1)
 

@@ -1,7 +1,6 @@
-"""Placement of documents on ranks: whole if they fit, and over as few ranks as balance allows.
+"""Placement of documents on ranks, most work per token first: whole if they fit, and over few ranks.
 
-The one with most work per token comes first. A rank's excess is the work that it lacks beyond what its free tokens get
-of the average of the documents still to come.
+A rank's excess: the work that it lacks beyond its free tokens' at the average of the documents still to come.
 """
 
 from heapq import heapify, heappop, heappush, heapreplace
@@ -83,7 +82,6 @@ class Placing:
         return max(self.slack, missing + more * self.slack)
 
     def _homes(self, documents: IntArray, densities: list[float]) -> list[int]:
-        """Choose the rank with the largest excess for each document, as long as they fit."""
         homes: list[int] = []
         tokens, pairs = self.tokens[documents].tolist(), self.some.pairs[documents].tolist()
         for count, work, density in zip(tokens, pairs, densities, strict=True):
@@ -138,7 +136,6 @@ class Placing:
     def _shared(
         self, tokens: int, wanted: float, density: float, excess: FloatArray, ranks: IntArray
     ) -> tuple[IntArray, IntArray, FloatArray]:
-        """Split a document's tokens and work over ranks by their excess, any more evenly."""
         shares = np.maximum(excess[ranks], 0.0)
         shares += max(0.0, wanted - float(shares.sum())) / len(ranks)
         shares = shares / shares.sum() if shares.any() else np.full(len(ranks), 1 / len(ranks))

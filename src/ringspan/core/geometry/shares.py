@@ -1,7 +1,4 @@
-"""Shares of a cache: each of N ranks' positions of a growing sequence, by bookkeeping that every rank repeats.
-
-Many new tokens are split as a sequence of their own (zigzag); few are computed by every rank and kept by one.
-"""
+"""Each of N ranks' positions of a growing cached sequence: many new tokens in zigzag, few to the emptiest ranks."""
 
 from collections.abc import Iterable
 from typing import Final
@@ -26,7 +23,6 @@ class Shares:
         return len(self._runs)
 
     def counts(self, first: int = 0) -> tuple[int, ...]:
-        """Count each rank's tokens from position ``first`` on."""
         return tuple(sum(count for _, count in runs_from(runs, first)) for runs in self._runs)
 
     def split(self, count: int) -> CustomLayout:

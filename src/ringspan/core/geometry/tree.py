@@ -70,7 +70,6 @@ class _Segments:
                     yield Region(start, stop, self.ends[keys[0]], self.ends[keys[-1] + 1])
 
     def shared_within(self, window: int) -> Iterator[Region]:
-        """Yield the same within a window along each branch."""
         place = [0] * len(self.parents)  # of a segment's first token in its branch
         for number, parent in enumerate(self.parents):
             if parent >= 0:

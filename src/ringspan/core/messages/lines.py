@@ -21,12 +21,10 @@ def shortened(text: str, limit: int = LIMIT) -> str:
 
 
 def one_line(error: BaseException, limit: int = LIMIT) -> str:
-    """Return an exception's message shortened, or its type."""
     return shortened(str(error), limit) or type(error).__name__
 
 
 def few(items: Iterable[object], limit: int = 8) -> str:
-    """List the first items, and the number of others."""
     every = [str(item) for item in items]
     return ", ".join(every[:limit]) + (f" and {len(every) - limit} more" if len(every) > limit else "")
 

@@ -43,7 +43,6 @@ def real(value: Any, name: str, error: type[RingspanError]) -> float:
 
 
 def is_a(value: Any, kind: type | tuple[type, ...]) -> bool:
-    """Check a caller's value with ``isinstance``, whatever its annotation."""
     return isinstance(value, kind)
 
 

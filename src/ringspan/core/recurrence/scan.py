@@ -14,11 +14,7 @@ CHAIN_SPANS: Final = 8
 
 
 class Message(NamedTuple):
-    """Message from a span to a later one, and its use there.
-
-    ``has_map``: A comes with B, because the sender's is not the whole prefix yet. ``composes``: the target's map is
-    applied after it. ``is_state``: the target takes it as its state.
-    """
+    """Message between spans: with the map A too (``has_map``), before the target's map (``composes``), as its state."""
 
     source: int
     target: int

@@ -34,7 +34,6 @@ class Piece(NamedTuple):
 
 
 def places_of(layout: Layout) -> tuple[Place, ...]:
-    """Return a layout's spans in order of position; LayoutError if striped."""
     places: list[Place] = []
     for rank in range(layout.ranks):
         offset = 0

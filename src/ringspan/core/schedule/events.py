@@ -1,8 +1,7 @@
 """Events of one rank in one pass, in order: allocate, free, send, wait, compute, add.
 
-``ringspan.torch.attention`` carries out exactly these; a test compares every message and byte. Times (``timing``) and
-memory (``plan/cost/loop.py``) are read off them. No event creates a pass's inputs and results.
-H query heads, G key/value heads, D head size, E value head size, n tokens.
+``ringspan.torch.attention`` carries out exactly these (tested); times (``timing``) and memory (``plan/cost/loop.py``)
+are read off them. No event creates a pass's inputs and results. n tokens.
 """
 
 from collections.abc import Iterable, Iterator
@@ -82,7 +81,7 @@ class _Walk:
         self.sums = Buffer(0)  # of dk and dv
 
     def forward(self, last: list[Buffer]) -> Steps[list[Buffer]]:
-        """Run forward after the previous group, whose sums and last arrival are ``last``; return this group's."""
+        """Run forward after the previous group; return this group's sums and last arrival."""
         shape, part = self.shape, self.part
         partial = shape.batch * shape.heads * shape.sum_itemsize * (shape.value_dim + 1)
         local = self.total()
@@ -320,7 +319,6 @@ class _Gathering(_Walk):
         return () if self.part.kernel is None else self.part.kernel.launches(self.plan.bands)
 
     def fetch(self) -> Steps[list[Coming]]:
-        """Start exchanging keys."""
         sends = [(send.peer, send.ranges) for _, send in self.hops[0].sends if send.ranges]
         coded = (yield from self._encode()) if sends and self.is_converted else self.own
         packed: dict[Ranges, Buffer] = {}
@@ -333,7 +331,6 @@ class _Gathering(_Walk):
         return coming
 
     def keys(self) -> Steps[Buffer]:
-        """Lay out keys as they arrive, while the next group's are under way."""
         coming = self.coming if self.coming is not None else (yield from self.fetch())
         if self.following is not None:
             self.following.coming = yield from self.following.fetch()
@@ -345,7 +342,6 @@ class _Gathering(_Walk):
         return keys
 
     def differentiate(self, keys: Buffer) -> Iterator[Event]:
-        """Compute gradients, and start sending those of other ranks' keys."""
         shape, part, kernel = self.shape, self.part, self.part.kernel
         token, sent_token = self.gradient_token
         queries = 0 if shape.itemsize == shape.sum_itemsize else shape.query_numbers * shape.sum_itemsize

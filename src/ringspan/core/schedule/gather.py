@@ -1,7 +1,4 @@
-"""All keys that a rank's rows see, in one stretch by position: each row is computed once.
-
-A chunk or document that crosses ranks is one band here; a ring computes pieces and merges. Ranges are the hops'.
-"""
+"""All keys that a rank's rows see, in one stretch by position: each row is computed once, without merges."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass

@@ -39,7 +39,6 @@ class KernelLaunch:
 
     @property
     def tile(self) -> Tile:
-        """The only tile, which fills the launch."""
         (tile,) = self.tiles
         return tile
 
@@ -49,7 +48,6 @@ KernelLaunches = tuple[KernelLaunch, ...]
 
 @lru_cache(_CACHED)
 def keys_a_row(tiles: tuple[Tile, ...]) -> float:
-    """Return the average number of keys that a row sees."""
     rows = sum(tile.num_rows for tile in tiles)
     return sum(tile.num_pairs for tile in tiles) / rows if rows else 0.0
 

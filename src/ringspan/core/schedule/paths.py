@@ -1,7 +1,4 @@
-"""Parts of every owner's block sent along a route, their senders, and the path of the gradient, for all ranks at once.
-
-H hops, N ranks.
-"""
+"""Parts of every owner's block sent along a route, and the gradient's path, for all ranks at once. H hops."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -95,7 +92,6 @@ class Paths:
         return union([(start, -minus_stop) for start, minus_stop in bounds])
 
     def tokens(self, hulls: IntArray) -> IntArray:
-        """Count the hulls' tokens. Shape (hops, owners)."""
         found = np.zeros(self.place.shape, np.int64)
         if len(self.is_straight):
             found[self.place >= 0] = np.add.reduceat(_sizes(hulls), self.first[:-1])
@@ -111,7 +107,6 @@ class Paths:
 
 @lru_cache(maxsize=8)  # each is of all ranks
 def find_paths(layout: Layout, keys: Layout, mask: Mask, route: Route) -> Paths:
-    """Return all blocks' paths on a route without Ulysses groups."""
     needs = _needed(layout, keys, mask, route.passes_queries)
     blocks = layout if route.passes_queries else keys
     tokens = np.array([blocks.tokens_of(owner) for owner in range(blocks.ranks)])

@@ -1,7 +1,4 @@
-"""Order of the ranks that blocks visit. N ranks, H hops.
-
-At hop 0 a rank has its own block; one rank sends each later one, at the start of one of its earlier hops.
-"""
+"""Order of the ranks that blocks visit over H hops: a rank's own block at hop 0, then one sent by another rank."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace

@@ -62,8 +62,6 @@ class Free(NamedTuple):
 
 
 class Post(NamedTuple):
-    """Start one transfer's sends and receives."""
-
     number: int
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]
@@ -85,8 +83,6 @@ class Launch(NamedTuple):
 
 
 class Accumulate(NamedTuple):
-    """Add what another rank has sent."""
-
     num_bytes: int
 
 
@@ -121,7 +117,6 @@ class Sum:
         self._rows: Ranges = ()
 
     def merge(self, start: int, stop: int, *, is_short: bool, partials: int = 1) -> int:
-        """Return the bytes for merging some rows."""
         rows, missing = stop - start, size(minus(((start, stop),), self._rows))
         self._rows = union(self._rows, ((start, stop),))
         if missing == rows:
@@ -134,14 +129,12 @@ class Sum:
         return iter(())
 
     def run(self, launch: KernelLaunch, taken: Taken) -> Iterator[Event]:
-        """Run a launch, and add any result."""
         yield Launch(taken.most)
         merging = self.merge(launch.q0, launch.q1, is_short=taken.is_short)
         if taken.partial:
             yield Accumulate(taken.partial + merging)
 
     def add(self, start: int, stop: int) -> Iterator[Event]:
-        """Add received rows."""
         yield Accumulate(self.merge(start, stop, is_short=False))
 
     def finish(self) -> Iterator[Event]:

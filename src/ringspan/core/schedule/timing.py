@@ -1,8 +1,4 @@
-"""Time of one attention on a route: compute against links, event by event.
-
-The model knows FLOPs, bytes and order, but not latency or congestion. It is deterministic: all ranks choose the same.
-N ranks, H query heads, G key/value heads, D head size, E value head size.
-"""
+"""Time of one attention on a route, event by event, from FLOPs, bytes and order, without latency or congestion."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -74,10 +70,7 @@ def passes(
     is_backward: bool,
     comm_dtype: str = "exact",
 ) -> tuple[Pass, ...]:
-    """Time a pass on the ranks that may take longest, see ``_slow_ranks``.
-
-    Ulysses groups add their exchange of tokens for heads, never hidden.
-    """
+    """Time a pass on the ranks that may take longest; Ulysses groups add their exchange, never hidden."""
     keys = keys or layout
     route = Route.parse(route, layout.ranks) if isinstance(route, str) else route
     route = route.backward if is_backward else route
@@ -159,10 +152,7 @@ def _all_to_all(peers: Iterable[int], num_bytes: int, speeds: Speeds) -> Pass:
 
 
 def _traded_bytes(layout: Layout, keys: Layout, mine: Shape, *, is_backward: bool, is_shared: bool) -> tuple[int, int]:
-    """Return bytes between two Ulysses members: queries and keys, and results or gradients back.
-
-    Gradients of shared keys are sent unsummed, so in float32.
-    """
+    """Return bytes between two Ulysses members; unsummed gradients of shared keys are sent in float32."""
     rows = mine.batch * mine.heads
     result = rows * (mine.value_dim * mine.itemsize + mine.sum_itemsize)  # out and lse
     keys_and_values = mine.kv_numbers * mine.itemsize
@@ -184,7 +174,6 @@ class Stretch(NamedTuple):
 
 
 def timeline(part: Part, speeds: Speeds, *, is_backward: bool = False) -> tuple[Stretch, ...]:
-    """Return what one rank does when, in seconds from the start of the pass."""
     return tuple(_stretches(part, speeds, _Links(part.schedule.rank, speeds), is_backward=is_backward))
 
 
@@ -221,7 +210,6 @@ def pair_flops(shape: Shape, *, is_backward: bool) -> float:
 
 
 def sent_bytes(layout: Layout, keys: Layout, mask: Mask, route: str | Route, shape: Shape, ranks: Iterable[int]) -> int:
-    """Return the bytes that some ranks send in forward, on a route without groups."""
     passes = (forward(Part(make_schedule(layout, mask, rank, keys, route), shape)) for rank in ranks)
     posts = (event for each in passes for event in each if isinstance(event, Post))
     return sum(buffer.num_bytes for post in posts for _, buffer in post.sends)

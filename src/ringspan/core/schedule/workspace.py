@@ -1,7 +1,4 @@
-"""Sizes of one attention, and a kernel's bytes for one launch.
-
-B batch, H query heads, G key/value heads, D head size, E value head size.
-"""
+"""Sizes of one attention, and a kernel's bytes for one launch."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace

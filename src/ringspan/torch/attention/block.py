@@ -1,7 +1,4 @@
-"""Blocks that ranks exchange, each packed into one buffer: an owner's keys and values, its queries, or their results.
-
-B batch, G key/value heads, D head size, E value head size, n packed tokens.
-"""
+"""Blocks that ranks exchange, each in one buffer: an owner's n keys and values, queries, or their results."""
 
 import math
 from collections.abc import Callable
@@ -64,9 +61,8 @@ class PackedSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class Block:
-    """Ranges of an owner's tokens: k (B, G, n, D), v (B, G, n, E).
+    """Ranges of an owner's tokens: k (B, G, n, D) and v (B, G, n, E); or queries and (B, H, n, 0); or out and lse.
 
-    A block of queries has q (B, H, n, D) and v (B, H, n, 0); one of partials out (B, H, n, E), lse (B, H, n, 1).
     ``buffer`` is a packed block's flat tensor. ``scales`` (2, B, G, 1, 1) float32 are factors of coded k and v.
     """
 
@@ -136,25 +132,22 @@ class RunningSum:
         mine.add_(value)
 
     def running(self, rows: slice) -> Tensor:
-        """Return the sum of rows so far, for a kernel that adds in place."""
         for start, stop in self._rows.fill():
             self._into[:, :, start:stop].zero_()
         return self._into[:, :, rows]
 
     def finish(self) -> Tensor:
-        """Return the sum, 0 where nothing was added."""
         return self.running(slice(0, self._into.shape[2]))
 
 
 class GradientBlock:
-    """Running float32 sums of dk and dv for ranges of an owner's tokens; packed like its block if sent."""
+    """Float32 sums of dk and dv for ranges of an owner's tokens; packed like its block if sent."""
 
     def __init__(self, ranges: Ranges, dk: RunningSum, dv: RunningSum, buffer: Tensor | None = None) -> None:
         self.ranges, self._dk, self._dv, self._buffer = ranges, dk, dv, buffer
 
     @staticmethod
     def at_owner(dk: Tensor, dv: Tensor, dtype: torch.dtype) -> "GradientBlock":
-        """Return the sums that become a rank's own dk and dv, in place if the dtype fits."""
         return GradientBlock(((0, dk.shape[2]),), RunningSum.to_be(dk, dtype), RunningSum.to_be(dv, dtype))
 
     @staticmethod

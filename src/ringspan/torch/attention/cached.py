@@ -1,9 +1,8 @@
-"""Attention of new tokens to a key/value cache that is split over the ranks of a ring.
+"""Attention of n new tokens to a key/value cache that is split over the ranks of a ring.
 
 Many new tokens are split over the ranks, with the shares as key layout, and queries travel if they are fewer bytes
 (Yang et al. 2024, "Context Parallelism for Scalable Million-Token Inference"). Few are on every rank: each attends to
 its own share, and one collective merges the partials (flash decoding, over devices).
-B batch, H query heads, G key/value heads, n new tokens, D head size, E value head size, N ranks.
 """
 
 from collections.abc import Iterator, Mapping
@@ -58,7 +57,6 @@ class Turn:
 
     @cached_property
     def queries(self) -> CustomLayout:
-        """Return the queries' layout: split like the new keys, or whole on a ring of one."""
         if self.is_split:
             return self.new
         return CustomLayout.of([[(self.start, self.new.length - self.start)]])
@@ -87,10 +85,7 @@ class Turn:
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, kind: object, scores: Scores, sinks: Tensor | None, kernel: KernelName
     ) -> Tensor:
-        """Attend with new queries q (B, H, n, D) to all keys: (B, H, n, E) in q's dtype.
-
-        k (B, G, M, D) and v (B, G, M, E) are this rank's share. UnsupportedError if the cache is of another kind.
-        """
+        """Attend from q (B, H, n, D) to all keys, given this rank's share; UnsupportedError for another kind."""
         if (reach := self.reaches.get(kind)) is None:
             known = ", ".join(map(str, self.reaches))
             raise UnsupportedError(

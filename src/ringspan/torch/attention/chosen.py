@@ -1,8 +1,7 @@
-"""An index's choice of keys, and attention to them, on one device and in chunks of queries.
+"""An index's choice of k of n keys, and attention to them, on one device and in chunks of queries.
 
 The order is total, by float32 score, then lower position, both in one integer, so every rank, chunk and recomputation
 chooses the same keys, even of equal scores (ReLU makes many zeros).
-T queries, n keys in order of position, k chosen keys, H heads, D key size, E value size.
 """
 
 from collections.abc import Iterator
@@ -48,10 +47,7 @@ def _turned(columns: Tensor) -> Tensor:
 
 
 def choose(index: IndexInputs, first: Tensor, stop: Tensor) -> Tensor:
-    """Return the columns (B, T, k), int32, that each query chooses of the keys [first, stop) (T,); -1 for none.
-
-    Scores exist for one chunk at a time.
-    """
+    """Return the columns (B, T, k), int32, that each query chooses of the keys [first, stop) (T,); -1 for none."""
     chosen = all_seen(first, stop, index.topk).repeat(len(index.q), 1, 1)
     counts = stop - first
     for rows in _chunks(len(first), max(1, int(counts.max())), _KEYS_AT_ONCE, 128):

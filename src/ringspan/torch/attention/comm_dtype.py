@@ -1,7 +1,4 @@
-"""Encoding of keys and values for sending: exact, or in fewer bits; docs/routes.md states the errors.
-
-The owner codes a block once, so errors do not add up; it computes with exact values.
-"""
+"""Encoding of keys and values for sending, once by the owner; docs/routes.md states the errors."""
 
 from dataclasses import replace
 from typing import Final

@@ -1,8 +1,7 @@
-"""Passes that fetch all keys of their rows at once: a row is computed once, without merges between ranks.
+"""Passes that fetch all n keys of their rows at once: a row is computed once, without merges between ranks.
 
 Groups of heads run in turn: the next group's keys travel while this one computes; in backward a group's key gradients
 go straight to their owners, in float32 or as ``gradient_comm_dtype`` says.
-B batch, H query heads, G key/value heads, T local tokens, n gathered keys, D head size, E value head size.
 """
 
 from collections.abc import Callable, Iterator
@@ -112,7 +111,6 @@ def _groups(ring: Ring, plan: Gathered, q: Tensor, k: Tensor, v: Tensor) -> Iter
 
 
 def _fetch(ring: Ring, number: int, own: Block) -> list[Coming]:
-    """Start exchanging a group's keys."""
     hops, comm_dtype = ring.schedule.hops, ring.spec.comm_dtype
     dtype, is_scaled = sent_as(comm_dtype, own.k.dtype)
     wanted = [(send.peer, send.ranges) for _, send in hops[0].sends if send.ranges]
@@ -125,7 +123,6 @@ def _fetch(ring: Ring, number: int, own: Block) -> list[Coming]:
 
 
 def _assembled(ring: Ring, plan: Gathered, own: Block, coming: list[Coming]) -> Keys:
-    """Lay keys and values out by position as they arrive."""
     keys, values = (x.new_empty(*x.shape[:2], plan.num_keys, x.shape[3]) for x in (own.k, own.v))
     _place(plan, ring.schedule.rank, own, keys, values)
     for hop in ring.schedule.hops[1:]:

@@ -17,7 +17,6 @@ _current: Final[ContextVar[Handler | None]] = ContextVar("handler", default=None
 
 @contextmanager
 def handling(handler: Handler) -> Iterator[None]:
-    """Let ``handler(compute)`` give the operator's results in this thread."""
     before = _current.set(handler)
     try:
         yield

@@ -1,8 +1,7 @@
-"""Attention to the keys that an index chooses, of a sequence split over a ring: gather, choose, attend.
+"""Attention to k of n keys that an index chooses, of a sequence split over a ring: gather, choose, attend.
 
 Each rank fetches what its tokens can see: the index keys, then, while the index computes, the keys of attention. In
 backward it fetches the latter again, and float32 gradients go straight to their owners. No gradient reaches the index.
-B batch, T local tokens, n gathered keys in order of position, k chosen keys, H query heads, C numbers of a key.
 """
 
 from functools import lru_cache
@@ -230,7 +229,6 @@ def _held(schedule: Schedule, layout: Layout, mask: str, device: torch.device) -
 
 
 def _fetch(ring: Ring, own: Tensor, message: int) -> tuple[Transfer, list[PendingReceive]]:
-    """Start exchanging tokens (B, T, C)."""
     hops = ring.schedule.hops
     wanted = [(send.peer, send.ranges) for _, send in hops[0].sends if send.ranges]
     packed: dict[Ranges, Tensor] = {}
@@ -247,7 +245,6 @@ def _spec(like: Tensor, ranges: Ranges) -> TensorSpec:
 
 
 def _laid_out(ring: Ring, held: _Held, own: Tensor, coming: tuple[Transfer, list[PendingReceive]]) -> Tensor:
-    """Wait for the other ranks' tokens; return all (B, n, C) in order of position."""
     transfer, pending = coming
     keys = own.new_empty(len(own), len(held.positions), own.shape[-1])
     keys.index_copy_(1, held.columns_of[ring.schedule.rank], own)

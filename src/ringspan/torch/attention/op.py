@@ -1,8 +1,4 @@
-"""The public exact attention of a sequence that is split over a ring, as a custom operator.
-
-So FakeTensor and torch.compile trace it without communication, and activation checkpointing can keep its result by
-name. B batch, H query heads, G key/value heads, T local tokens, D head size, E value head size.
-"""
+"""The public exact attention of a sequence split over a ring, as an operator: traceable, and kept by checkpointing."""
 
 from dataclasses import replace
 from functools import lru_cache, partial

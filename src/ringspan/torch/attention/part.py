@@ -1,7 +1,4 @@
-"""One rank's part in the passes of an attention: its messages and launches.
-
-B batch, H query heads, G key/value heads, T local tokens, D head size, E value head size.
-"""
+"""One rank's part in the passes of an attention: its messages and launches."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -73,7 +70,6 @@ class Ring:
 
     @cached_property
     def _gathered_positions(self) -> Tensor:
-        """Positions of gathered keys, made once for a pass."""
         assert self.positions is not None and self.schedule.gathered is not None
         _, keys = self.positions
         pieces = self.schedule.gathered.pieces
@@ -86,7 +82,6 @@ class Ring:
 
 
 def num_head_groups(q: Tensor, k: Tensor, schedule: Schedule, blocks: int = 2) -> int:
-    """Return the number of head groups to process in turn (``core.choice.head_groups``)."""
     on_cpu = rules_of(q.device).cuts_for_cores
     return head_groups(
         q.shape[0] * q.shape[1],
@@ -100,8 +95,6 @@ def num_head_groups(q: Tensor, k: Tensor, schedule: Schedule, blocks: int = 2) -
 
 
 class Coming(NamedTuple):
-    """A transfer, and the block that it brings, if any."""
-
     spec: PackedSpec
     transfer: Transfer
     receive: PendingReceive | None
@@ -114,7 +107,7 @@ class Coming(NamedTuple):
 def post(
     ring: Ring, sends: Sequence[tuple[int, Block]], receives: Sequence[tuple[int, PackedSpec]], message: int
 ) -> list[Coming]:
-    """Start sending packed blocks and receiving others; empty blocks are no messages."""
+    """Start sending packed blocks and receiving others, but for empty ones."""
     transfer, pending = ring.exchange.post(
         [(peer, block.buffer) for peer, block in sends if block.buffer is not None],
         [(peer, spec.buffer_spec) for peer, spec in receives if spec.ranges],

@@ -35,8 +35,6 @@ _logged: Final[set[Choice]] = set()
 
 
 class Request(NamedTuple):
-    """Arguments of ``ring_attention``, which explains them."""
-
     q: Tensor
     k: Tensor
     v: Tensor

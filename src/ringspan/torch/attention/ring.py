@@ -3,7 +3,6 @@
 Each hop posts the exchange of the next blocks, then computes. Blocks are keys and values, or on ``pass-q`` queries,
 whose partials go to the owner at once. On ``ring`` a rank holds at most two foreign key/value blocks and a copy of what
 it sends, in backward also two gradient blocks, of one head group: a group's last gradients travel during the next one.
-B batch, H query heads, G key/value heads, T local tokens, D head size, E value head size.
 """
 
 from collections.abc import Callable, Iterator
@@ -130,10 +129,9 @@ def backward(
     *,
     kv_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute local dq, dk and dv from the GLOBAL out and lse; gradients add up and travel in float32.
+    """Compute local dq, dk and dv (``kv_dtype``, or the keys') from the GLOBAL out and lse; sums are float32.
 
-    A block's dk and dv follow it one hop later; the last rank that adds to a part sends it to the owner. They are
-    returned in ``kv_dtype``, the keys' dtype if None.
+    A block's dk and dv follow it one hop later; the last rank that adds to a part sends it to the owner.
     """
     if ring.schedule.gathered is not None:
         return gathered.backward(ring, ring.schedule.gathered, dout, q, k, v, out, lse, kv_dtype=kv_dtype)
@@ -165,7 +163,7 @@ def _backward_of_heads(
 ) -> Callable[[], None]:
     """Fill dq of some heads; return a call that awaits other ranks' contributions and fills dk and dv.
 
-    ``unfinished`` is that call for the previous heads; it runs after the first hop, which frees their sums early.
+    ``unfinished``, the previous heads' call, runs after the first hop, which frees their sums early.
     """
     q = queries[1]
     hops, dtype = ring.schedule.hops, accumulation_dtype(q.dtype)

@@ -1,7 +1,4 @@
-"""Non-tensor arguments of an attention, as one text argument of the operator: torch traces it as a constant.
-
-It holds padding instead of lengths, which would make every length another constant.
-"""
+"""Non-tensor arguments of an attention as text, which torch traces as a constant; so of lengths it has the padding."""
 
 from dataclasses import dataclass, fields
 from functools import lru_cache

@@ -1,8 +1,6 @@
-"""A layer's attention as one operator, for layers under torch.compile.
+"""A layer's attention as one operator for torch.compile, which finds lengths, masks and route when it runs.
 
-``ring_attention``'s operator takes lengths, masks and routes as text, constants to a program. This one finds them when
-it runs, so that one program serves sequences and packed documents of any length.
-B batch, H query heads, T local tokens, D head dim.
+So one program serves all lengths and documents; ``ring_attention``'s operator takes them as constants.
 """
 
 from collections.abc import Iterator

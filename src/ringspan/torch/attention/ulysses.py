@@ -1,7 +1,6 @@
-"""Exchange of tokens for heads within a group, so that each rank has all of the group's tokens of its own heads.
+"""Exchange of tokens for heads within a group of U members: each gets all tokens of its own heads.
 
 DeepSpeed Ulysses (Jacobs et al. 2023); with a ring between groups USP (Fang and Zhao 2024).
-U members a group, B batch, H query heads, G key/value heads, T local tokens, D head size.
 """
 
 from collections.abc import Sequence
@@ -139,7 +138,6 @@ class Ulysses:
 
 
 def _packed(parts: Sequence[_Pieces]) -> Tensor:
-    """Return the bytes of some tensors, each given in pieces along its tokens."""
     specs = [_spec(pieces) for pieces in parts]
     buffer = parts[0][0].new_empty(sum(spec.nbytes for spec in specs), dtype=torch.uint8)
     for pieces, there in zip(parts, _unpacked(buffer, specs), strict=True):

@@ -1,8 +1,4 @@
-"""Check that all ranks of a mesh make the same call with the same arguments, by one small reduction per call.
-
-It is the first message of a forward pass, of saving and of ``parallelize``, whatever a rank remembers, so that ranks
-in different calls meet there and learn of each other.
-"""
+"""Check that all ranks of a mesh make the same call, by one small reduction: the first message of every call."""
 
 import hashlib
 from collections.abc import Iterator, Mapping
@@ -64,8 +60,6 @@ def preparing(mesh: DeviceMesh, name: str, *, between_replicas: bool = True) -> 
 
 @dataclass
 class Facts:
-    """Facts that a rank brings to a call, as in ``Call``; ``targets`` becomes the sum over all ranks."""
-
     alike: Mapping[str, Any] = field(default_factory=dict)
     alike_in_ring: Mapping[str, Any] = field(default_factory=dict)
     targets: int = 0
@@ -158,8 +152,6 @@ def _are_alike(ranks: int, sums: list[int]) -> bool:
 
 
 class _Told(NamedTuple):
-    """A rank's report when ranks differ or one has an error."""
-
     rank: int
     replica: int
     call: Call

@@ -1,7 +1,4 @@
-"""Refusal of changes to a model whose weights are split over ranks.
-
-FSDP2 neither splits nor reduces later parameters, and a changed dtype no longer fits the shards.
-"""
+"""Refusal of changes to a model on the ring: FSDP2 neither splits nor reduces later parameters or dtypes."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -82,7 +79,6 @@ def note_data(model: nn.Module) -> None:
 
 
 def note_buffers(model: Any, layers: Iterable[nn.Module]) -> None:
-    """Remember the layers' buffers for ``keeping_buffers``."""
     paths = {module: path for path, module in model.named_modules()}
     parts = (part for layer in layers for part in layer.modules())
     model.ring_buffers = [(f"{paths[part]}.{name}", part, name) for part in parts for name in part._buffers]
@@ -117,8 +113,6 @@ def _is_of_other_data(parameter: Any) -> bool:
 
 
 class Fixed:
-    """Operations that a model on a ring refuses, with what to do instead."""
-
     @property
     def _ddp_params_and_buffers_to_ignore(self: Any) -> Never:
         """Refuse ``DistributedDataParallel``, which asks this before it looks at the parameters."""

@@ -1,7 +1,4 @@
-"""Checks at the start of a forward pass: this rank's batch is valid, and all ranks were given the same.
-
-B batch, T local tokens.
-"""
+"""Checks at the start of a forward pass: this rank's batch is valid, and all ranks were given the same."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
@@ -66,13 +63,9 @@ def agreeing(model: RingModel, arguments: dict[str, Any]) -> AbstractContextMana
 def check_forward(
     model: RingModel, bind: Callable[[], BoundArguments], check_others: Callable[[dict[str, Any]], Any], name: str
 ) -> dict[str, Any]:
-    """Return a pass's arguments, bound by ``bind`` and checked, with the batch's targets and length.
+    """Return a pass's arguments, bound by ``bind`` and checked on all ranks, with the batch's targets and length.
 
     ``check_others`` checks arguments that ``forward`` does not name. ``name``, of the pass, must be equal on all ranks.
-
-    Raises:
-        PeerMismatch: the ranks were given different things; on every rank.
-        RingspanError: an error of some rank; on every rank.
     """
     with meeting(model.ring_mesh, name) as facts:
         arguments = {name: value for name, value in bind().arguments.items() if name != "self"}
@@ -191,10 +184,7 @@ def _check_batch(
 def _check_layout(
     positions: Tensor, digest: Tensor | None, split: BatchLayout, rank: int, counted: Sequence[Tensor | None]
 ) -> None:
-    """Check that the batch was split by the model's layout; another one would be silently wrong.
-
-    Positions in documents (``counted`` lengths; None: whole rows) may fit two layouts; the batch's digest decides.
-    """
+    """Check that the batch was split by the model's layout, by its digest: positions in documents may fit two."""
     layout = split.shared
     name = "balanced" if layout.name == "custom" else layout.name
     rows = [len(split.rows) if lengths is None else len(lengths) for lengths in counted]

@@ -1,8 +1,7 @@
-"""A user's own loop in which a rank ends, dies or stays away while others wait: who is missing.
+"""Missing ranks in a user's own loop, which may take any time between two calls.
 
 Without a watchdog, ranks whose exchange failed leave a word in torch's store and print who left none. With one
-(``parallelize(watchdog=True)``), all ranks learn who is missing shortly before the process group's time-out, and end.
-A loop may take any time between two calls.
+(``parallelize(watchdog=True)``), all learn who is missing shortly before the process group's time-out, and end.
 """
 
 import atexit
@@ -30,8 +29,6 @@ _WORD: Final = "ringspan/failed exchange of rank"
 
 
 class LoopWatch:
-    """This rank's current call, as its main thread tells the watchdog."""
-
     def __init__(self, mesh: DeviceMesh) -> None:
         # Before the process group's own time-out, which would end the ranks without saying who is missing.
         self.patience_seconds = 0.8 * timeout_seconds(mesh["ring"].get_group(), torch.device(mesh.device_type))
@@ -45,7 +42,6 @@ class LoopWatch:
 
     @contextmanager
     def call(self, name: str, *, is_pass: bool) -> Iterator[None]:
-        """Mark a call that waits for other ranks."""
         self._num_passes += is_pass
         self._watchdog.be(self._num_passes, name, self.patience_seconds)
         try:

@@ -28,7 +28,6 @@ def watch_optimizers(model: nn.Module) -> None:
 
 
 def optimizer_facts(model: nn.Module) -> dict[str, Any]:
-    """Return the number of updates, their optimizers and the latest settings on this rank."""
     return _steps.get(model, {})
 
 

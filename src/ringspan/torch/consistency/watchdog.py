@@ -1,11 +1,11 @@
 """Detection of dead and stalled ranks: a thread per rank reports to rank 0, which tells all.
 
-Gloo and NCCL report an address, or nothing for half an hour. Here a connection that closes without a farewell names a
-dead rank at once. A rank whose step and exchanges stand still for ten median steps is stalled: silent ones (stopped,
-cut off) are named first, else those with the least progress. Other activities, such as saving, have patience unless
-silent. Every rank then prints a line, dumps its stacks into the run's folder and ends with a documented exit code: a
-thread cannot unblock a collective otherwise. A silent rank of the same machine is killed, for a restart.
-JSON lines over TCP on the process group's network, as trusted as it is; a token keeps strangers apart.
+A connection that closes without a farewell names a dead rank at once; gloo and NCCL report an address, or nothing for
+half an hour. A rank whose step and exchanges stand still for ten median steps is stalled: silent ones (stopped, cut
+off) are named first, else the least progress. Other activities, such as saving, have patience unless silent. Every rank
+then prints a line, dumps its stacks into the run's folder and ends with a documented exit code, since a thread cannot
+unblock a collective; a silent rank of the same machine is killed. JSON lines over TCP on the process group's network,
+as trusted as it is; a token keeps strangers apart.
 """
 
 import faulthandler
@@ -43,8 +43,6 @@ _MAX_LINE_BYTES: Final = 1 << 16
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Time limits, as ``ringspan.train.config.tables.WatchdogConfig`` explains them."""
-
     silence_seconds: float
     patience_seconds: float = math.inf
     min_seconds: float = math.inf
@@ -141,13 +139,11 @@ class Watchdog:
             time.sleep(max(_VERDICT_SECONDS, leaving if math.isfinite(leaving) else 0.0))
 
     def be(self, step: int, doing: str, patience_seconds: float) -> None:
-        """Report an activity of a foreign loop at a step, with a time limit."""
         self._step, self._doing, self._patience_seconds = step, doing, patience_seconds
         self._beats += 1
 
     @contextmanager
     def doing(self, what: str) -> Iterator[None]:
-        """Mark an activity that is not a step and may take longer."""
         before = self._doing, self._patience_seconds
         self._doing, self._patience_seconds = what, self._config.patience_seconds
         self._beats += 1
@@ -347,7 +343,6 @@ def _machine() -> str:
 
 
 def _listen() -> socket.socket:
-    """Listen only at the process group's address; the loopback one on a single machine."""
     host = os.environ.get("MASTER_ADDR", "127.0.0.1")
     family, *_, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     return socket.create_server((str(address[0]), 0), family=family, backlog=dist.get_world_size())

@@ -66,7 +66,6 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _broadcast(tensor: Tensor, mesh: DeviceMesh) -> None:
-    """Broadcast a tensor from the mesh's first rank, one axis after the other."""
     message = tensor.to(mesh.device_type).contiguous()
     for axis in mesh.mesh_dim_names or ():
         group = mesh[axis].get_group()

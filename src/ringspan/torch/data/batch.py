@@ -208,7 +208,6 @@ def _shift(x: Tensor) -> Tensor:
 
 
 def positions_of(split: BatchLayout, rank: int, lengths: Tensor | None, rows: int) -> Tensor:
-    """Return each local token's position in its document, or sequence without ``lengths``. Shape (rows, T)."""
     everywhere = split.positions(rank).expand(rows, -1)
     if lengths is None:
         return everywhere

@@ -45,7 +45,6 @@ class BatchLayout:
         return torch.stack([torch.from_numpy(layout.positions(rank)) for layout in self.rows])
 
     def digest(self, rank: int) -> Tensor:
-        """Return a number that depends on a rank's positions."""
         return digest_integers(self.positions(rank))
 
     def shard(self, x: Tensor, rank: int, *, value: float = 0) -> Tensor:

@@ -1,7 +1,4 @@
-"""Loss of hidden states in blocks, without whole tokens x vocabulary logits.
-
-T local tokens, C hidden size, V vocabulary, n tokens of a chunk, v vocabulary entries of a chunk.
-"""
+"""Loss of hidden states in blocks of n tokens and v vocabulary entries, without whole logits."""
 
 import importlib.util
 import inspect
@@ -194,8 +191,6 @@ class _Summed(torch.autograd.Function):
 
 
 class _PerToken(torch.autograd.Function):
-    """Loss of each token; backward computes the logits again."""
-
     @staticmethod
     def forward(
         ctx: Any,

@@ -1,7 +1,4 @@
-"""Cross-entropy in blocks of tokens x vocabulary: each token's loss, their sum, and gradients of both.
-
-T local tokens, C hidden size, V vocabulary, n tokens of a block, v vocabulary entries of a block.
-"""
+"""Cross-entropy in blocks of n tokens x v vocabulary entries: each token's loss, their sum, and gradients."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,8 +15,6 @@ from ringspan.torch.data.batch import IGNORED
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions:
-    """Additions to a cross-entropy, and its block sizes."""
-
     chunk_tokens: int = 1024
     chunk_vocabulary: int | None = None
     z_loss: float = 0.0
@@ -53,8 +48,6 @@ class Normalizers(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Requested gradient accumulators of hidden, weight and bias."""
-
     hidden: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
@@ -64,8 +57,6 @@ class _Sums(NamedTuple):
 
 
 class LossBlocks:
-    """A loss problem with passes over blocks of tokens and, within each, of vocabulary."""
-
     def __init__(
         self,
         hidden: Tensor,
@@ -115,7 +106,6 @@ class LossBlocks:
         return slices(len(self.hidden), self.options.chunk_tokens)
 
     def _with_target(self, x: Tensor, rows: slice) -> Tensor:
-        """Zero a block's values (n,) for tokens without a target."""
         return x.masked_fill(self.targets[rows] == IGNORED, 0)
 
     def _target(self, rows: slice) -> Tensor:
@@ -179,7 +169,6 @@ class LossBlocks:
         return self._over_ranks(top, total, picked, mean) if self.group else (top, total, picked, mean)
 
     def _over_ranks(self, top: Tensor, *sums: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Combine ``_scan`` results of all ranks' vocabulary shares."""
         highest = top.clone()
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=self.group)
         shrink = (top - highest).exp_()

@@ -1,4 +1,4 @@
-"""Images, videos and sound of a batch, as of transformers' processors. B batch, S global tokens."""
+"""Images, videos and sound of a batch, as of transformers' processors."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -55,7 +55,6 @@ class Media:
 
     @property
     def digest(self) -> int:
-        """Return a number that depends on all inputs."""
         return sum(digest_values(self.inputs[name]) for name in sorted(self.inputs)) % (1 << 62)
 
 

@@ -1,4 +1,4 @@
-"""Padding tokens of a whole batch, from its attention_mask. B batch, S global tokens."""
+"""Padding tokens of a whole batch, from its attention_mask."""
 
 from collections.abc import Mapping
 

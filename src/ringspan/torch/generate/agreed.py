@@ -19,7 +19,7 @@ _drawing: ContextVar[frozenset[dist.ProcessGroup]] = ContextVar("drawing", defau
 
 @contextmanager
 def first_ranks_numbers(groups: Sequence[dist.ProcessGroup], device: torch.device) -> Iterator[None]:
-    """Make all ranks draw the first rank's random numbers, then resume their own; nested uses (an assistant's) join."""
+    """Make all ranks draw the first rank's random numbers, then resume their own; nested uses join."""
     if _drawing.get().issuperset(groups):
         yield
         return

@@ -1,7 +1,4 @@
-"""transformers' ``generate`` on a ring: every rank gives the whole prompt and gets the whole text.
-
-Every rank gets the first rank's last logits, so that all draw the same token. B batch, n new tokens, V vocabulary.
-"""
+"""transformers' ``generate`` on a ring: whole prompt in, whole text out on every rank, by the first one's logits."""
 
 import inspect
 from collections.abc import Callable
@@ -39,8 +36,6 @@ from ringspan.torch.transport.digest import described
 
 
 class RingGenerator(RingCausalLM):
-    """Mixin that ``parallelize`` adds to a model's class for generation."""
-
     ring_is_generating = False
     ring_prefill_tokens = PREFILL_TOKENS
     ring_on_read: Callable[[int], None] | None = None  # told the length of the cache after each chunk

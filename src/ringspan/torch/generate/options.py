@@ -211,7 +211,6 @@ def _check_padding(config: GenerationConfig, arguments: dict[str, Any], ids: Ten
 
 
 def cache_bytes(model: RingModel, arguments: dict[str, Any]) -> int:
-    """Estimate the bytes of this rank's share of the cache."""
     config = decoder_on_ring(model).config
     inputs: Any = arguments.get("inputs", arguments.get("input_ids"))
     settings = arguments.get("generation_config") or model.generation_config

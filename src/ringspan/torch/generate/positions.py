@@ -1,7 +1,4 @@
-"""Positions of new tokens after cached ones, and their shifts. B batch, n new tokens, L tokens in all.
-
-An image's many tokens take few positions (M-RoPE): the cache keeps each token's difference, its shift.
-"""
+"""Positions of n new tokens after cached ones, L in all, and their shifts: an image's tokens take few (M-RoPE)."""
 
 import torch
 from torch import Tensor

@@ -46,7 +46,6 @@ _HOPPER: Final = 9  # the first number of its compute capability
 
 @contextmanager
 def registered(*kernels: Returning | InPlace) -> Iterator[None]:
-    """Register kernels under their names while active."""
     before = dict(KERNELS)
     KERNELS.update({kernel.name: kernel for kernel in kernels})
     try:
@@ -83,7 +82,6 @@ def laid_out(names: tuple[str, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
 def choose(
     names: tuple[str, ...], tiles: tuple[Tile, ...], q: Tensor, *, is_backward: bool = False
 ) -> Returning | InPlace:
-    """Return the serving kernel for a hop's tiles."""
     if len(names) == 1:
         return KERNELS[names[0]]
     left_out = {"cpu"} if "cpu" in names and is_slow_at(tiles, q) else set[str]()

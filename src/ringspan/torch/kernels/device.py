@@ -27,8 +27,6 @@ LARGE_CHUNKS: Final = ChunkSize(256, 1024, 1 << 40)
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRules:
-    """Rules for a device, which ``rules_of`` finds by a tensor's device; ``ruled_by`` overrides them."""
-
     cuts_for_cores: bool
     """Group heads for CPU threads rather than for large launches."""
     chunk_size: ChunkSize | None = LARGE_CHUNKS
@@ -95,7 +93,6 @@ def multiplies_16_bits() -> bool:
 
 
 def runs_triton(x: Tensor) -> bool:
-    """Return whether our own kernels run on ``x``'s device: CUDA with float32 sums and an installed Triton."""
     return x.device.type == "cuda" and x.dtype == torch.float32 and rules_of(x.device).has_package("triton")
 
 

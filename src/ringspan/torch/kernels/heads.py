@@ -15,7 +15,7 @@ def one_size(*tensors: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
 
 
 def _filled_up(x: Tensor, size: int) -> Tensor:
-    """Return a contiguous zero-filled copy; torch's ``pad`` may take a head of size 1 for channels-last."""
+    """Return a contiguous copy: torch's ``pad`` may take a head of size 1 for channels-last."""
     wider = x.new_empty((*x.shape[:-1], size))
     wider[..., : x.shape[-1]] = x
     wider[..., x.shape[-1] :] = 0

@@ -1,4 +1,4 @@
-"""Memory layouts that kernels can read. B batch, H heads, T tokens, D head size."""
+"""Memory layouts that kernels can read."""
 
 from collections.abc import Iterable
 from typing import Final, NamedTuple

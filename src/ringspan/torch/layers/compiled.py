@@ -1,7 +1,6 @@
-"""Decoder layers as torch.compile programs, with checkpointing and the ring's operator inside.
+"""Decoder layers as torch.compile programs, with checkpointing and the ring's operator inside, FSDP's hooks outside.
 
-Ranks communicate in the operator; FSDP's hooks run outside. Layers of one kind share a program, whatever the lengths of
-sequence and documents.
+Layers of one kind share a program, whatever the lengths of sequence and documents.
 """
 
 from collections.abc import Callable, Sequence

@@ -12,7 +12,6 @@ from ringspan.core.errors import UnsupportedError
 
 
 def text_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the config of the language model, also within a multimodal config."""
     return config.get_text_config(decoder=True)
 
 
@@ -34,7 +33,6 @@ INDEXED_MODELS: Final = frozenset({"axk2", "deepseek_v32", "dots3_note_text", "g
 
 
 def has_index(config: PreTrainedConfig) -> bool:
-    """Return True if a decoder's config has layers with an index that a ring computes."""
     types = getattr(config, "layer_types", None) or ()
     return config.model_type in INDEXED_MODELS and INDEXED_LAYER in types
 
@@ -62,7 +60,6 @@ def head_counts(config: PreTrainedConfig) -> list[tuple[int, int]]:
 
 
 def _shared_by(config: PreTrainedConfig, heads: int) -> int:
-    """Return the key/value heads of a config with unusual field names (Falcon)."""
     if getattr(config, "new_decoder_architecture", False):
         return getattr(config, "num_kv_heads", heads)
     return 1 if getattr(config, "multi_query", False) else heads

@@ -1,8 +1,7 @@
 """Gradient of an embedding: exact sums over equal tokens, in memory independent of the sequence's length.
 
-A long sequence repeats tokens thousands of times. PyTorch sums their gradients in the weights' dtype on a CPU, where a
-bfloat16 sum stops growing after 256 equal terms, and in T x C float32 numbers on CUDA.
-V vocabulary, C hidden size, T local tokens.
+PyTorch sums the thousands of equal tokens' gradients in the weights' dtype on a CPU, where a bfloat16 sum stops growing
+after 256 equal terms, and in T x C float32 numbers on CUDA.
 """
 
 from typing import Any, Final

@@ -18,7 +18,6 @@ _HOOKS: Final = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_bac
 
 
 def hidden_of(result: Any) -> Any:
-    """Return the hidden states of a module's output, the first of several."""
     return result[0] if isinstance(result, tuple) else result
 
 
@@ -54,7 +53,7 @@ def class_name(model: nn.Module) -> str:
 
 
 class Mixin:
-    """Base of classes put before a module's class to replace what it computes."""
+    """Base of classes put before a module's class."""
 
 
 def own_config(model: PreTrainedModel) -> None:

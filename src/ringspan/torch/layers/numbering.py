@@ -1,4 +1,4 @@
-"""Positions for decoders that would number their tokens from 0 on each rank. B batch, T local tokens, C hidden size."""
+"""Positions for decoders that would number their tokens from 0 on each rank."""
 
 import inspect
 from collections.abc import Iterator
@@ -50,7 +50,6 @@ def counts_real_tokens(decoder: nn.Module) -> bool:
 
 
 def first_position(decoder: nn.Module) -> int:
-    """Return the table row of the first token in a decoder's own forward."""
     return next((module.offset for module in decoder.modules() if isinstance(module, _Behind)), 0)
 
 
@@ -105,7 +104,5 @@ class _Behind(Mixin):
 
 
 class _Counting(_Behind):
-    """Variant for a table that takes positions by name."""
-
     def forward(self, *args: Any, position_ids: Tensor, **kwargs: Any) -> Tensor:
         return super(_Behind, self).forward(*args, position_ids=self.rows(position_ids), **kwargs)  # pyright: ignore[reportAttributeAccessIssue]

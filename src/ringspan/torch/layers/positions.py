@@ -39,7 +39,6 @@ def beyond_table(model: PreTrainedModel, decoder: nn.Module, length: int) -> Uns
 
 
 def num_trained_positions(config: PreTrainedConfig) -> int | None:
-    """Return the number of positions a text config was made for; None if unstated."""
     limit = getattr(config, "max_position_embeddings", None)
     if not isinstance(limit, int):
         return None

@@ -1,8 +1,6 @@
 """Rotary positions on a ring: tables made block by block, with the frequencies of the whole sequence.
 
-transformers makes one table for all layers through several float32 temporaries of its size, and dynamic and longrope
-scaling choose frequencies by the largest position seen. So a rank is also shown the whole sequence's last position.
-B batch, T local tokens, D rotary dimensions of a head.
+Dynamic and longrope scaling choose frequencies by the largest position, so a rank is shown the whole sequence's last.
 """
 
 from typing import Any, Final
@@ -31,7 +29,6 @@ def set_global_length(model: PreTrainedModel, length_tokens: int) -> None:
 
 
 def is_rotary(module: nn.Module) -> bool:
-    """Return True if a module makes transformers' rotary tables; tried out on three positions."""
     names = [name for name, _ in module.named_buffers(recurse=False) if name.endswith("inv_freq")]
     if not names or isinstance(module, _ChunkedTables):
         return False

@@ -1,10 +1,9 @@
-"""Auxiliary loss of mixtures of experts over all tokens of all ranks.
+"""Auxiliary loss of mixtures of E experts over all tokens of all ranks; same as ``load_balancing_loss_func``.
 
     loss = E * sum_e (n_e / R) (p_e / R)
 
-n_e counts the tokens sent to expert e and p_e sums the router's probabilities for it, over all layers and real tokens.
-Not a mean of per-rank losses, so n and p are summed over ranks first. Same as ``load_balancing_loss_func``.
-T local tokens, E experts, R tokens times layers of the whole batch.
+n_e counts the tokens sent to expert e, p_e sums the router's probabilities for it, over R real tokens times layers of
+the whole batch. Both are summed over ranks first: the loss is not a mean of per-rank losses.
 Source: Fedus et al. 2021, "Switch Transformers", equations 4 to 6.
 """
 
@@ -98,7 +97,6 @@ def wanted_router(model: RingModel, asked: bool | None) -> RouterLoss | None:
 
 
 def record_routers(decoder: nn.Module, loss: RouterLoss) -> None:
-    """Attach a loss's recorder to the routers whose scores transformers records."""
     wanted: Any = (getattr(decoder, "_can_record_outputs", None) or {}).get("router_logits", [])
     for spec in wanted if isinstance(wanted, list) else [wanted]:
         kind, index = getattr(spec, "target_class", spec), getattr(spec, "index", 1)
@@ -120,7 +118,6 @@ def real_tokens_of(model: RingModel, positions: Tensor, length: int, document_le
 
 @torch.no_grad()
 def _agrees(view: ModelView, loss: RouterLoss) -> bool:
-    """Return True if the model's own forward adds this loss, times its factor."""
     model, decoder, head = view.model, view.decoder, view.head
     assert head is not None, "of models that predict tokens"
     size, vocabulary = input_size(head), output_size(head)

@@ -1,4 +1,4 @@
-"""Router scores of a mixture of experts in one forward pass, also block by block. T local tokens, E experts."""
+"""Router scores of a mixture of E experts in one forward pass, also block by block."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,10 +8,9 @@ from torch import Tensor, nn
 
 
 class RouterRecorder:
-    """Collector of router scores (T, E) through forward hooks, active inside ``recording``.
+    """Collector of router scores (T, E) inside ``recording``; blockwise code adds those of all its blocks.
 
-    Transformers' own capture sees a blockwise router once per block and without gradients. Here blockwise code takes
-    each block's scores (``block``) and adds all tokens' scores.
+    Transformers' own capture sees a blockwise router once per block and without gradients.
     """
 
     def __init__(self, num_experts: int) -> None:
@@ -21,12 +20,10 @@ class RouterRecorder:
         self._block: list[Tensor] | None = None
 
     def num_wanted(self, module: nn.Module) -> int:
-        """Return the number of routers in a module whose scores are wanted now."""
         return 0 if self._scores is None else sum(part in self._routers for part in module.modules())
 
     @contextmanager
     def recording(self) -> Iterator[list[Tensor]]:
-        """Yield a list that receives each layer's scores (T, E) during a forward pass."""
         scores = self._scores = []
         try:
             yield scores
@@ -35,7 +32,6 @@ class RouterRecorder:
 
     @contextmanager
     def block(self) -> Iterator[list[Tensor]]:
-        """Yield a list that receives the scores of one block of tokens instead."""
         before, self._block = self._block, []
         try:
             yield self._block

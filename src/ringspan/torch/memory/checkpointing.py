@@ -130,7 +130,6 @@ def _checkpoint(
 
 
 def checkpoint_all(model: Any, options: dict[str, Any]) -> None:
-    """Checkpoint all layers of a transformers model with ``torch.utils.checkpoint`` options."""
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:  # its name before transformers 5.2x
@@ -141,8 +140,6 @@ def checkpoint_all(model: Any, options: dict[str, Any]) -> None:
 
 
 class _InSegments(Mixin):
-    """Decoder mixin for segments and offloading."""
-
     activation_segments: Segments
 
     def forward(self, *args: object, **kwargs: object) -> Any:

@@ -1,7 +1,4 @@
-"""Optimizers of bitsandbytes, whose kernels take plain tensors, on each rank's own shards.
-
-State is kept in blocks of 256 numbers of a shard: a step equals one process whose parameters are these shards.
-"""
+"""Optimizers of bitsandbytes, whose kernels take plain tensors: state in blocks of 256 numbers of each rank's shard."""
 
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -18,16 +15,11 @@ _sharded: Final[WeakKeyDictionary[Optimizer, list[list[nn.Parameter]]]] = WeakKe
 
 
 def is_local(optimizer: Optimizer) -> bool:
-    """Return True for an optimizer whose kernels cannot take DTensors."""
     return any(kind.__module__.startswith("bitsandbytes.optim") for kind in type(optimizer).__mro__)
 
 
 def give_shards(optimizer: Any) -> None:
-    """Put this rank's shards, with their gradients and state, in place of an optimizer's sharded parameters.
-
-    Raises:
-        UnsupportedError: the optimizer takes norms of whole weights.
-    """
+    """Put this rank's shards in an optimizer; UnsupportedError if it takes norms of whole weights."""
     take_back(optimizer)  # a step that has raised
     if not any(isinstance(p, DTensor) for group in optimizer.param_groups for p in group["params"]):
         return
@@ -45,7 +37,6 @@ def give_shards(optimizer: Any) -> None:
 
 
 def take_back(optimizer: Any) -> None:
-    """Put the sharded parameters back after a step, with their new state."""
     for group, params in zip(optimizer.param_groups, _sharded.pop(optimizer, []), strict=False):
         for p, shard in zip(params, group["params"], strict=True):
             if shard is p:

@@ -1,7 +1,6 @@
-"""Offloading of checkpointed tensors until backward needs them.
+"""Offloading of checkpointed tensors until backward needs them: to pinned host memory, fetched one piece ahead (CUDA).
 
-CUDA tensors go to pinned host memory over their own stream and return one piece ahead of use; CPU tensors go to
-memory-mapped files, whose pages the system may write out and drop.
+CPU tensors go to memory-mapped files, whose pages the system may write out and drop.
 """
 
 import mmap
@@ -51,7 +50,6 @@ class Store:
         return parked if isinstance(parked, Tensor) else parked.get(again=again)
 
     def hooks(self) -> saved_tensors_hooks:
-        """Put what autograd saves into the store while active."""
         return saved_tensors_hooks(self.put, self.get)
 
 
@@ -84,8 +82,6 @@ class _Parked:
 
 
 class _Mapped(_Parked):
-    """A tensor in an unnamed memory-mapped file."""
-
     def __init__(self, tensor: Tensor, before: _Parked | None, folder: str | None) -> None:
         super().__init__(tensor, before, folder)
         with tempfile.TemporaryFile(prefix="ringspan-offload-", dir=folder) as file:
@@ -123,8 +119,6 @@ def _reserve(file: int, num_bytes: int, folder: str | None) -> None:
 
 
 class _Pinned(_Parked):
-    """A CUDA tensor in pinned host memory, copied on a separate stream."""
-
     _streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
 
     def __init__(self, tensor: Tensor, before: _Parked | None, folder: str | None) -> None:

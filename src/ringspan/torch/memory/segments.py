@@ -88,8 +88,6 @@ def checkpointed(function: Callable[..., Any], *args: Any, **options: Any) -> An
 
 @dataclass(frozen=True)
 class _Call:
-    """A layer's forward pass, to be rerun from its input."""
-
     layer: nn.Module
     function: Callable[..., Any]
     others: tuple[Any, ...]  # its arguments but the input
@@ -98,7 +96,6 @@ class _Call:
     kept: list[tuple[Any, ...]]  # results of the ring
 
     def again(self, hidden: Tensor) -> Tensor:
-        """Rerun the layer for this input; kept results stay."""
         with ExitStack() as stack:
             stack.enter_context(torch.no_grad())
             stack.enter_context(self.surroundings())
@@ -176,8 +173,6 @@ def _surroundings(hidden: Tensor) -> Callable[[], Any]:
 
 
 def _keeping(store: Store, kept: list[tuple[Any, ...]]) -> AbstractContextManager[None]:
-    """Keep the ring's results in a store while active."""
-
     def keep(compute: Callable[[], Results]) -> Results:
         result = compute()
         kept.append(tuple(store.put(x.detach()) for x in result))
@@ -187,8 +182,6 @@ def _keeping(store: Store, kept: list[tuple[Any, ...]]) -> AbstractContextManage
 
 
 def _replaying(store: Store, kept: list[tuple[Any, ...]], *, again: bool = False) -> AbstractContextManager[None]:
-    """Give kept results of the ring in place of new ones while active."""
-
     def replay(compute: Callable[[], Results]) -> Results:
         if not kept:
             raise RuntimeError("checkpointed layers can be differentiated once; compute the loss again")

@@ -106,13 +106,11 @@ def with_shards(model: FSDPModule, output: Any) -> Any:
 
 
 def _put_in_place(model: FSDPModule, kind: str) -> None:
-    """Give modules the shards, or the copies, of gathered parameters."""
     for parameter in _whole_parameters(model):
         parameter._setattr_on_modules(getattr(parameter, kind))
 
 
 def _written_copies(model: FSDPModule) -> list[str]:
-    """Return the names of weights whose copies were written since they were gathered."""
     changed = [p for p in _whole_parameters(model) if getattr(p, "ring_version", None) != p._unsharded_param._version]
     return [parameter._param_fqn or "a weight" for parameter in changed if hasattr(parameter, "ring_version")]
 

@@ -12,8 +12,6 @@ from ringspan.torch.layers.modules import hooks_of
 
 
 class SharedBlock(NamedTuple):
-    """A module's path inside a layer, and its equal's in an earlier layer."""
-
     layer: str
     place: str
     first: nn.Module
@@ -51,7 +49,6 @@ def join_shared_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _block_around(name: str, layer: nn.Module, other: nn.Module) -> str | None:
-    """Return the largest module around a parameter that is equal in two layers, or None."""
     place = ""
     for part in name.split(".")[:-1]:
         place = f"{place}.{part}" if place else part

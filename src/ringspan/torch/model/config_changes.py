@@ -54,7 +54,6 @@ def copy_configs(configs: Iterable[PreTrainedConfig]) -> tuple[ConfigCopy, ...]:
 
 @torch.compiler.disable()
 def check_configs(copies: Iterable[ConfigCopy]) -> None:
-    """Raise UnsupportedError for the first field of a config that changed since, with both values."""
     for config, before in copies:
         now = _fields(config)
         if now != before:

@@ -1,7 +1,4 @@
-"""Arguments of transformers' forward passes, and their treatment on a ring.
-
-The tables hold every argument of every language model (a test compares signatures); any other raises.
-"""
+"""Every argument of transformers' language models (tested by signature), and its treatment on a ring; others raise."""
 
 import difflib
 from collections.abc import Iterable, Mapping
@@ -118,8 +115,6 @@ COMPUTED: Final = frozenset({"alibi_slopes", "ring_packed", "s_aux", "scaling", 
 
 
 class _Fixed(NamedTuple):
-    """Allowed values of an attention argument; any other changes what attention computes."""
-
     values: tuple[Any, ...]
 
 

@@ -1,4 +1,4 @@
-"""A decoder's pass over local tokens to hidden states. B batch, T local tokens, C hidden size."""
+"""A decoder's pass over local tokens to hidden states."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,7 @@
-"""Layers with states or convolutions: transformers' kernel calls, computed over spans of a ring.
+"""Layers with states or convolutions: the functions that mix tokens, wrapped once, compute over spans of a ring.
 
-Transformers' modules call equally named functions of their Python modules to mix tokens. Each is wrapped once and
-unchanged outside a ring. Inlined recurrences (MiniMax) get a forward of ours.
+Transformers' modules call equally named functions of their Python modules. Inlined recurrences (MiniMax) get our
+forward.
 """
 
 import functools
@@ -119,7 +119,6 @@ def _is_lightning(module: nn.Module) -> bool:
 
 
 def _wrapped(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a function of transformers to work over spans during a ring pass."""
     signature = inspect.signature(plain)
     compute = _fused if name in _FUSED else _convolved if name == _CONVOLUTION else functools.partial(_scanned, name)
 
@@ -167,8 +166,6 @@ def _scanned(name: str, plain: Any, arguments: dict[str, Any], further: dict[str
 
 
 class _RingLightning(Mixin):
-    """Forward of MiniMax's lightning attention, whose recurrence is inlined in transformers."""
-
     def forward(self: Any, hidden_states: Tensor, *args: object, **kwargs: object) -> Any:
         sequences = current_pass()
         if sequences is None:

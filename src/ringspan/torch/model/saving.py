@@ -32,8 +32,6 @@ _NOT_SAVED: Final = {
 
 
 class Saved:
-    """Mixin that saves any model on a ring to a folder."""
-
     ring_mesh: DeviceMesh
 
     def save_pretrained(self: Any, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
@@ -74,7 +72,6 @@ def refuse_saving(model: RingModel, options: dict[str, Any]) -> None:
 
 
 def stream(model: RingModel, folder: Path, save: Any, options: dict[str, Any], *, is_writer: bool) -> None:
-    """Write the weights as they arrive, and the rest by transformers."""
     # After a forward pass without a backward pass the outermost weights are copies, which the first call that asks for
     # parameters would free while they are read.
     settle(model)

@@ -64,7 +64,6 @@ def refuse_weights(model: PreTrainedModel) -> None:
 
 
 def shards_of(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
-    """Yield the parameters gathered together: each decoder layer's, and the rest."""
     rest = dict(model.named_parameters())
     for path, layer in layers_of(model).items():
         found = (f"{path}.{name}" for name, _ in layer.named_parameters())

@@ -37,7 +37,6 @@ class Cut:
         return self.names[0]
 
     def check(self, inputs: Inputs) -> None:
-        """Raise UnsupportedError for inputs that do not fit together."""
         if inputs[self.pixels].ndim != len(self.form.split(",")):
             raise UnsupportedError(f"{self.pixels} must be {self.form}, got {tuple(inputs[self.pixels].shape)}")
         if self.needs_all and (lacking := [name for name in self.names if name not in inputs]):
@@ -82,11 +81,9 @@ class Cut:
         return None
 
     def take(self, inputs: Inputs, units: range) -> dict[str, Tensor]:
-        """Return the tower's inputs for one or more consecutive units."""
         return {name: inputs[name][units.start : units.stop] for name in self.names if name in inputs}
 
     def rows(self, made: Any, inputs: Inputs, units: range) -> list[Tensor]:
-        """Return the units' embeddings (tokens, hidden size), in pieces."""
         return pieces_of(made)
 
 

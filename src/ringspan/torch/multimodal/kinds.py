@@ -17,21 +17,16 @@ from ringspan.torch.multimodal.features import llama4_images, qwen2_audio_sound
 
 
 class Modality(NamedTuple):
-    """Kind of input that a tower embeds."""
-
     name: str
     """Name in errors; ``get_NAME_features`` is the tower."""
     cut: Cut
 
     @property
     def token_field(self) -> str:
-        """Return the config field of the placeholder token."""
         return f"{self.name}_token_id"
 
 
 class Kind(NamedTuple):
-    """Image inputs of one model type."""
-
     modalities: tuple[Modality, ...]
     blocks: str | None = None
     """Input whose tokens of type ``block_type`` see each other both ways."""

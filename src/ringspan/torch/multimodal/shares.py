@@ -27,8 +27,6 @@ def share_out(costs: Sequence[int], ranks: int) -> list[range]:
 
 
 class Plan(NamedTuple):
-    """Embeddings that one rank sends, and places of those it receives."""
-
     sent: Tensor
     """Indices of its own embeddings, rank by rank."""
     send_counts: list[int]

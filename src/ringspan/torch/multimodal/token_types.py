@@ -1,4 +1,4 @@
-"""Meaning of token types: blocks that see each other both ways, and places of images. B batch, S global tokens."""
+"""Meaning of token types: blocks that see each other both ways, and places of images."""
 
 import inspect
 from typing import Any

@@ -1,8 +1,4 @@
-"""Forward passes with images: each rank runs towers on its share, and the model places the embeddings in its text.
-
-transformers' models scatter ``get_image_features`` over placeholder tokens. On a ring that method runs this rank's
-share, exchanges embeddings and returns the local tokens'. B batch, S global and T local tokens, N ranks.
-"""
+"""Forward passes with images: a tower's method runs this rank's share, exchanges and returns the local embeddings."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,8 +38,6 @@ def put_towers_on_ring(view: ModelView, kind: Kind, *, checkpointed: bool) -> li
 
 
 class Work(NamedTuple):
-    """One rank's work for one modality of a batch."""
-
     modality: Modality
     inputs: Inputs
     """Inputs of the whole batch."""
@@ -53,8 +47,6 @@ class Work(NamedTuple):
 
 
 class Made(NamedTuple):
-    """Output of a tower for some units."""
-
     output: Any
     rows: Tensor
     """Embeddings, each with its additions in deeper layers (R, C + ...)."""
@@ -63,7 +55,6 @@ class Made(NamedTuple):
     """Count per unit, or per piece of the tower's output."""
 
     def placed(self, rows: Tensor) -> Any:
-        """Return the tower's output with these rows instead."""
         first, *deeper = rows.split(self.widths, -1)
         self.output.pooler_output = _as(self.output.pooler_output, first)
         if deeper:
@@ -73,7 +64,6 @@ class Made(NamedTuple):
 
 
 def _as(before: Any, rows: Tensor) -> Any:
-    """Return rows in the form of a tower's output."""
     if not isinstance(before, Tensor):
         return [rows]
     return rows[None] if before.ndim == 3 else rows
@@ -86,8 +76,6 @@ def cheapest_of(modality: Modality, inputs: Inputs) -> range:
 
 
 class SharedTowers:
-    """Tower outputs of a batch, shared out over the ring's ranks."""
-
     def __init__(self, model: RingModel) -> None:
         self.model, self.kind = model, model.ring_media
         ring: DeviceMesh = model.ring_mesh["ring"]
@@ -127,7 +115,6 @@ class SharedTowers:
 
     @contextmanager
     def active(self) -> Iterator[Any]:
-        """Make the model below the head ask this for embeddings."""
         inner = inner_of(self.model)
         vars(inner)["ring_pass"] = self
         try:
@@ -141,7 +128,6 @@ class SharedTowers:
         return self.features(name, partial(self.kind.features, inner))
 
     def decoded(self, given: dict[str, Any]) -> Any:
-        """Run the model below the head with embeddings in place."""
         ids = given["input_ids"]
         with self.active() as inner:
             if self.kind.features is None:  # it asks for them where it is given pixels, whatever these hold
@@ -177,7 +163,6 @@ class MediaPass(SharedTowers):
                 self.add(modality, inputs[modality.name], is_counted=is_own)
 
     def decode(self, given: dict[str, Any]) -> Any:
-        """Run the model below the head on local tokens and positions (B, T), with images in place."""
         device = given["input_ids"].device
         positions = given["position_ids"]
         if self.kind.has_grid_positions and self.media is not None:
@@ -238,8 +223,6 @@ def _with_replicas(mesh: DeviceMesh, kind: Kind, inputs: dict[str, Inputs]) -> d
 
 
 class RingTowers(nn.Module):
-    """Mixin that ``put_towers_on_ring`` adds to the class of a model below its head."""
-
     ring_pass: SharedTowers | None = None
 
     def inputs_merger(self: Any, input_ids: Tensor, inputs_embeds: Tensor, image_hidden_states: Tensor) -> Tensor:

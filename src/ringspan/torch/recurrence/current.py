@@ -104,7 +104,6 @@ def carried(checkpoint: Callable[..., Any], *, keeps: bool) -> Callable[..., Any
 
 
 def carry_passes(layers: Iterable[Any], *, keeps: bool) -> None:
-    """Carry passes through the checkpointed layers of transformers (``carried``)."""
     for layer in layers:
         if getattr(layer, "gradient_checkpointing", False):
             layer._gradient_checkpointing_func = carried(layer._gradient_checkpointing_func, keeps=keeps)

@@ -23,8 +23,6 @@ class LocalPiece:
 
 
 class Plan:
-    """Work and messages for the sequences of one layout with the same documents."""
-
     def __init__(self, layout: Layout, starts: tuple[tuple[int, ...], ...]) -> None:
         self.layout, self.starts = layout, starts
         self.places = places_of(layout)
@@ -48,7 +46,6 @@ class Plan:
         return self._loans[width]
 
     def mine(self, rank: int) -> tuple[int, ...]:
-        """Return a rank's spans, in storage order."""
         held = [(place.place, number) for number, place in enumerate(self.places) if place.rank == rank]
         return tuple(number for _, number in sorted(held))
 
@@ -87,7 +84,6 @@ def plan_of(layout: Layout, starts: tuple[tuple[int, ...], ...]) -> Plan:
 
 
 def as_text(layout: Layout, starts: tuple[tuple[int, ...], ...], group: dist.ProcessGroup | None) -> str:
-    """Return a plan and its group as an operator's argument."""
     name = layout.spec if isinstance(layout, CustomLayout) else layout.name
     return json.dumps([name, layout.length, layout.ranks, starts, "" if group is None else group.group_name])
 

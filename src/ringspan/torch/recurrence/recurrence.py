@@ -151,7 +151,6 @@ class _Job:
         return {**self.arguments, **dict(zip(names, tensors, strict=True))}
 
     def forward(self, arguments: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-        """Return outputs, each local span's initial state, and A."""
         outs, taken, maps, _ = self.spans(arguments)
         return torch.cat([outs[number] for number in self.mine], self.rule.out_dim), taken, maps
 
@@ -186,7 +185,6 @@ class _Job:
     def backward(
         self, arguments: Arguments, leaves: list[Tensor], dout: Tensor, taken: Tensor, maps: Tensor
     ) -> tuple[Tensor | None, ...]:
-        """Return the gradients of the arguments that are leaves."""
         states = [
             state.detach().requires_grad_() if self.plan.takes(number) else None
             for state, number in zip(taken, self.mine, strict=True)

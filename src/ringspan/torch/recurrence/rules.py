@@ -1,7 +1,7 @@
 """Rules of stateful layers: tokens map a state affinely, ``A S + B``, and outputs are linear in it.
 
-A rule wraps transformers' own function, or a kernel of flash-linear-attention or mamba-ssm with the same arguments. B
-batch, T tokens, H heads, K key size, V value size, C channels, N state size.
+A rule wraps transformers' own function, or a kernel of flash-linear-attention or mamba-ssm with the same arguments.
+T tokens, K key size, V value size, C channels, N state size.
 """
 
 from abc import ABC, abstractmethod

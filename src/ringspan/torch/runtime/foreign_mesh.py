@@ -105,7 +105,6 @@ def _mapped_anew(mesh: DeviceMesh, roles: Mapping[str, tuple[str, ...]]) -> Devi
 
 
 def _arranged(ranks: Tensor, names: tuple[str, ...], roles: Mapping[str, tuple[str, ...]]) -> Tensor:
-    """Return a mesh's ranks as (replicate, ring, tp); unassigned axes have one rank."""
     used = [names.index(name) for axis in AXES for name in roles[axis]]
     others = [dim for dim in range(len(names)) if dim not in used]
     sizes = [1, 1, 1]

@@ -170,7 +170,6 @@ def _said_while_waiting() -> Iterator[None]:
 
 
 def local_device() -> torch.device:
-    """Return this rank's CUDA device, or the CPU."""
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
@@ -178,7 +177,6 @@ def local_device() -> torch.device:
 
 @contextmanager
 def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Set unset environment variables for processes started meanwhile."""
     missing = variables.keys() - os.environ.keys()
     os.environ.update({name: variables[name] for name in missing})
     try:
@@ -263,7 +261,6 @@ def _work(function: Callable[..., Any], folder: str, threads: int, args: tuple[A
 
 
 def _refusal(folder: Path) -> RingspanError | None:
-    """Return the lowest refusing rank's message."""
     for path in sorted(folder.glob("refusal-*.json")):
         name, message = json.loads(path.read_text())
         return getattr(errors, name, RingspanError)(message)

@@ -59,7 +59,6 @@ def _check_alike(asked: dict[str, int]) -> None:
 
 
 def make_mesh(device_type: str, replicate: int, ring: int, tp: int) -> DeviceMesh:
-    """Make a mesh over all ranks of the default process group; ``tp`` only if above 1."""
     sizes = (replicate, ring) if tp == 1 else (replicate, ring, tp)
     # The default group is a ring's own where it has all ranks; others would have NCCL's plain options.
     is_part = dist.get_backend() == "nccl" and 1 < ring < dist.get_world_size()

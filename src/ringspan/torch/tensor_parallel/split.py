@@ -1,8 +1,8 @@
-"""Tensor parallelism by transformers' plans: each rank of ``tp`` has its share of heads, feed-forward and vocabulary.
+"""Tensor parallelism by transformers' plans: each of P ranks has its share of heads, feed-forward and vocabulary.
 
 Plans name a style per projection (Shoeybi et al. 2019, "Megatron-LM"): columns map whole inputs to shares of outputs,
 rows take such shares and sum their results. Parameters become DTensors, which FSDP2 shards further; modules compute
-with the local parts. P ranks of the axis, B batch, T local tokens, C hidden size, V vocabulary.
+with the local parts.
 """
 
 import re
@@ -94,7 +94,6 @@ def _refuse_module(name: str, path: str, module: nn.Module | None, style: str, r
 
 
 def placements_of(model: PreTrainedModel, ranks: int) -> dict[Tensor, Placement]:
-    """Return the parameters that are split, and along which dim."""
     modules, placements = dict(model.named_modules()), dict[Tensor, Placement]()
     for path, style in with_adapters(_styles(model, ranks), modules).items():
         for name, parameter in modules[path].named_parameters(recurse=False):
@@ -214,8 +213,6 @@ class _Inputs:
 
 
 class _Siblings:
-    """A module with projections that are split by columns."""
-
     tp_inputs: _Inputs
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

@@ -23,8 +23,6 @@ OF_BATCH: Final = frozenset({"layout", "keys' layout", "queries", "keys", "value
 
 @dataclass
 class _Group:
-    """A group's agreed and current facts, and its shared-memory queues."""
-
     known: OrderedDict[tuple[Any, ...], None] = field(default_factory=OrderedDict)
     others: set[tuple[Any, ...]] = field(default_factory=set)
     """Agreed facts but for those ``OF_BATCH``."""
@@ -34,8 +32,6 @@ class _Group:
 
 
 class _Answer(NamedTuple):
-    """A rank's part of a comparison."""
-
     facts: dict[str, Any]
     problem: str | None
     sent: Sequence[int]

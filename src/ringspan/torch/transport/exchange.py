@@ -20,8 +20,6 @@ from ringspan.torch.transport.queue import Expected, OutOfStepError, SharedQueue
 
 @dataclass
 class TransferRecord:
-    """One exchange of blocks: times of its post, and of this rank's wait."""
-
     hop: int
     is_gradient: bool
     sent_bytes: int
@@ -64,7 +62,6 @@ COUNTERS: Final = Counters()
 
 @contextmanager
 def recorded() -> Iterator[tuple[list[TransferRecord], list[HopRecord]]]:
-    """Yield the records of every exchange and hop while active."""
     COUNTERS.transfers, COUNTERS.hops = records = list[TransferRecord](), list[HopRecord]()
     try:
         yield records
@@ -74,8 +71,6 @@ def recorded() -> Iterator[tuple[list[TransferRecord], list[HopRecord]]]:
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape, dtype and device of a message: a contiguous tensor."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device

@@ -12,8 +12,6 @@ MessageKey = tuple[str, int]
 
 
 class Network(Protocol):
-    """Other ranks, as one rank sees them."""
-
     def send(self, to: int, message: Tensor, key: MessageKey) -> None:
         """Take a message, which is unchanged only until its transfer was waited for."""
         ...

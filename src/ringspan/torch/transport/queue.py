@@ -82,7 +82,6 @@ class SharedQueues:
                 return
 
     def expect(self, sender: int, tag: int, size: int) -> Expected:
-        """Return a rank's next message, to be received later."""
         self._expected[sender] += 1
         return Expected(sender, self._expected[sender], tag, size)
 
@@ -125,7 +124,6 @@ class SharedQueues:
         self._comparisons += 1  # the same number on all ranks by now
 
     def forget(self, sent: Sequence[int]) -> None:
-        """Drop unreceived messages, given the number that each rank has sent."""
         for sender in self.memory.peers:
             self._drain(sender)
             self._expected[sender] = sent[sender]
@@ -207,7 +205,6 @@ class _Queue:
         self._words, self._taken = words, 0
 
     def put(self, number: int, descriptor: _Descriptor) -> bool:
-        """Write a numbered descriptor; return False when the queue is full."""
         if number - self._words[0] > _CAPACITY:
             return False
         at = self._at(number)
@@ -232,8 +229,6 @@ class _Queue:
 
 
 class _Pulse:
-    """Liveness check of a process on this host."""
-
     def __init__(self, process: int) -> None:
         self._poll = None
         with suppress(OSError):  # a sandbox that does not allow it: the watchdog, or the time-out, tells

@@ -1,7 +1,4 @@
-"""Memory that the ranks of one host share: a message is made there by its sender and read there by its reader.
-
-Over gloo a block goes through a socket, into the kernel and out again, by a thread that competes for the cores.
-"""
+"""Messages made and read in memory that ranks of one host share; gloo's socket thread would compete for the cores."""
 
 import ctypes
 import mmap
@@ -53,7 +50,6 @@ class SharedMemory:
     """
 
     def __init__(self, group: dist.ProcessGroup, num_words: int) -> None:
-        """Negotiate with all ranks of the group whose memory is readable."""
         token = secrets.token_bytes(_LINE)
         self._rank, self._slots, self._calls = dist.get_rank(group), list[_Slot](), 0
         self._words = slice(_LINE // _WORD, _LINE // _WORD + num_words)
@@ -109,7 +105,6 @@ class SharedMemory:
         self._peer_memory[sender].mark(slot, self._rank, False)
 
     def _slot_of(self, message: Tensor) -> _Slot | None:
-        """Return the slot of one of this rank's messages."""
         assert self._own_memory is not None
         at = message.data_ptr() - self._own_memory.address
         return next((slot for slot in self._slots if slot.message == at), None)
@@ -134,7 +129,6 @@ class SharedMemory:
         return not self._own_memory.is_marked(slot.start)
 
     def _new_slot(self, size: int) -> _Slot:
-        """Make a slot in the first gap."""
         assert self._own_memory is not None
         start = self._first_slot
         for slot in self._slots:

@@ -1,7 +1,4 @@
-"""Deferred tensors: transformers renames, merges, splits and casts checkpoint tensors with PyTorch operations.
-
-These record them, to be carried out one weight at a time, usually only for this rank's part.
-"""
+"""Deferred tensors: operations on them (transformers' renames, merges, casts) run later, for this rank's part."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -149,7 +146,6 @@ def _is_made_in_parts(tensor: Tensor) -> bool:
 
 
 def sources_of(tensor: Tensor) -> list[Source]:
-    """Return each source of a tensor once."""
     found: dict[int, Source] = {}
     todo = [tensor]
     while todo:

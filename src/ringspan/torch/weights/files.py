@@ -44,11 +44,7 @@ class _Stored:
 
 
 class WeightFiles:
-    """The tensors of a folder, by name, of the files that transformers opens for a config.
-
-    ConfigError, by name, if files are not safetensors, missing, cut, damaged or lack what the index says, or for an
-    unexpected adapter.
-    """
+    """The tensors of a folder, by name, of the files that transformers opens for a config; ConfigError if broken."""
 
     def __init__(
         self, folder: Path, config: object = None, *, variant: str | None = None, adapter: bool = False
@@ -88,10 +84,7 @@ def folder_of(
     variant: str | None = None,
     more: Sequence[str] = (),
 ) -> Path:
-    """Return the local folder of a name, if need be after downloading what will be opened, and ``more``.
-
-    OSError or ValueError if neither folder nor Hub has it, ConfigError if its weights are not in safetensors.
-    """
+    """Return a name's local folder, downloading what is opened and ``more``; OSError, ValueError or ConfigError."""
     if Path(name).is_dir():
         return Path(name, subfolder)
     from huggingface_hub import HfApi, hf_hub_download, snapshot_download

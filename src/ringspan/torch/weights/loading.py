@@ -46,8 +46,8 @@ def unread_model(
 ) -> tuple[PreTrainedModel, set[str]]:
     """Return a folder's model with deferred parameters, and the names in its files that it has no place for.
 
-    Adapters may be added; ``put_on_mesh`` reads each rank's part. Renamed, merged, split and tied weights and dtypes
-    are transformers' own doing. ConfigError, by ``where``, for missing or misshapen weights, or another model.
+    Renamed, merged, split and tied weights and dtypes are transformers' own doing. ConfigError, by ``where``, for
+    missing or misshapen weights, or another model.
     """
     try:
         with torch.device("meta"):
@@ -95,7 +95,6 @@ def _uninitialised(kind: type[PreTrainedModel]) -> type[PreTrainedModel]:
 
 
 def _generation_config(folder: Path) -> GenerationConfig:
-    """Return transformers' generation config, from its file or else the model's config."""
     try:
         return GenerationConfig.from_pretrained(folder, local_files_only=True)
     except OSError:

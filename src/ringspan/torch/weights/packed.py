@@ -17,8 +17,6 @@ PACKERS: Final = ("torchao", "bitsandbytes")
 
 
 class Packing(Protocol):
-    """A way to take one kind of packed tensor apart and put it together."""
-
     constants: dict[str, Tensor]
     """Small tensors that all ranks keep: tables of codes."""
 
@@ -141,12 +139,10 @@ def split_weight(module: nn.Module, name: str, packing: Packing, parts: dict[str
 
 
 def has_packed(model: nn.Module) -> bool:
-    """Return True if a model has packed weights or their parts."""
     return bool(parts_in(model)) or next(packed_weights(model), None) is not None
 
 
 def parts_in(model: nn.Module) -> set[int]:
-    """Return the ids of the parameters that are parts of packed weights."""
     lists = (module for module in model.modules() if isinstance(module, parametrize.ParametrizationList))
     return {id(p) for each in lists if isinstance(each[0], _Packed) for p in each.parameters()}
 

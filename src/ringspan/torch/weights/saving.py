@@ -37,7 +37,6 @@ class _Shards:
         self.writer = writer
 
     def read(self, region: Region) -> Tensor:
-        """Return a part of the tensor on the writer's CPU; only its shape elsewhere."""
         rank, device = dist.get_rank(), self._local.device
         is_writer = rank == self.writer
         result = torch.empty(shape_of(region), dtype=self.dtype, device="cpu" if is_writer else "meta")
@@ -60,7 +59,6 @@ class _Shards:
 
 
 def plan_weights(model: PreTrainedModel, mesh: DeviceMesh, **options: Any) -> WeightsPlan:
-    """Run ``plan_files`` for a model split over a mesh. All ranks call it."""
     return plan_files(model, shards_of(model, mesh), **options)
 
 

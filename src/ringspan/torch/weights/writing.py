@@ -51,11 +51,9 @@ class WeightsPlan:
 
     @property
     def last_file(self) -> str:
-        """Return the file that completes the model."""
         return self._index if len(self.files) > 1 else self.files[0]
 
     def replaces(self, name: str) -> bool:
-        """Return whether a file of this name belongs to the replaced weights."""
         return self._replaced.fullmatch(name) is not None
 
     def write(self, name: str, folder: Path | None) -> None:
@@ -75,7 +73,6 @@ class WeightsPlan:
             raise sink.problem
 
     def write_index(self, folder: Path, num_parameters: int) -> None:
-        """Write the index of tensors if there are several files."""
         if len(self.files) > 1:
             metadata = {"total_parameters": num_parameters, **self._split.metadata}
             index = {"metadata": metadata, "weight_map": self._split.tensor_to_filename}
@@ -150,7 +147,6 @@ def missing_room(folder: Path, num_bytes: int) -> str | None:
 
 @contextmanager
 def scratch_in(folder: Path) -> Iterator[Path]:
-    """Make a scratch folder for ``put_in_place``, removing old ones."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob(f"{_SCRATCH}*"):
         shutil.rmtree(old, ignore_errors=True)

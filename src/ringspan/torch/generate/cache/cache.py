@@ -1,7 +1,4 @@
-"""Cache for transformers' ``generate``: keys and values split over a ring, states whole on each rank.
-
-To transformers it is as long as all shares; ``update`` returns this rank's share, as ring attention expects.
-"""
+"""Cache for transformers' ``generate``: keys and values split over a ring, states whole on each rank."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -48,7 +45,6 @@ class RingCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes of this rank's share."""
         keys = sum(rows.nbytes for layer in self.keepers for rows in layer.rows)
         return keys + sum(layer.nbytes for layer in self.stateful)
 
@@ -127,7 +123,6 @@ class RingCache(Cache):
             )
 
     def add(self, count: int, *, is_split: bool) -> CustomLayout:
-        """Announce ``count`` new tokens and return their layout."""
         return self.shares.split(count) if is_split else self.shares.deal(count)
 
     @property
@@ -206,7 +201,6 @@ class RingCache(Cache):
 
 
 def check_cache(cache: object) -> None:
-    """Raise UnsupportedError for another kind of cache, or one left incomplete by a pass."""
     if isinstance(cache, RingCache):
         cache.check_complete()
     elif cache is not None:
@@ -289,7 +283,6 @@ class RingLayer(Rearranged, CacheLayerMixin):
         return 0
 
     def forget(self) -> None:
-        """Drop what no later token can see."""
         first = self.first_seen_after(self.length)
         if first > self.first:
             self._cut(self._held(self.first) - self._held(first), 0)

@@ -80,7 +80,6 @@ def _sample(tensors: Iterable[Tensor]) -> bytes:
 
 
 def config_of(model: RingModel) -> dict[str, Any]:
-    """Return the decoder's config as JSON values, with the adapters in use."""
     values = deciding_fields(decoder_on_ring(model).config)
     if adapters := _adapters(model.modules()):
         values["adapters"] = f"{', '.join(sorted(set(adapters)))} (digest {_digest(adapters)[:8]})"

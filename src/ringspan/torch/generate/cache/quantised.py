@@ -1,7 +1,6 @@
-"""Keys or values in 8 or 4 bits, one scale per head and block. B batch, G heads, M tokens, D size, K blocks.
+"""Keys or values in 8 or 4 bits: ``x ~ scale * code``, ``scale = max |x| / largest code`` per head and K blocks of 64.
 
-``x ~ scale * code`` with ``scale = max |x| / largest code`` over a block's 64 tokens and a head's numbers. At least the
-last 64 tokens keep full precision: a few can be taken back, and nothing is rounded twice.
+At least the last 64 tokens keep full precision: a few can be taken back, and nothing is rounded twice.
 """
 
 from collections.abc import Callable
@@ -49,7 +48,6 @@ class QuantisedRows:
 
     @property
     def tensor(self) -> Tensor:
-        """Return all rows, recomputed at each call."""
         tail = self._tail.tensor
         if not self._scales.count:
             return tail
@@ -116,7 +114,6 @@ def encoded(rows: Tensor, dtype: str) -> tuple[Tensor, Tensor]:
 
 
 def decoded(codes: Tensor, scales: Tensor, dtype: str) -> Tensor:
-    """Decode to float32 rows (B, G, K * 64, D)."""
     blocks = codes.unflatten(2, (scales.shape[2], -1))
     if dtype == "fp8":
         numbers = blocks.view(torch.float8_e4m3fn).float()

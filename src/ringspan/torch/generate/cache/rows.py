@@ -1,4 +1,4 @@
-"""Growing keys or values of one layer on one rank. B batch, G heads, M tokens, D size."""
+"""Growing keys or values (B, G, M, D) of one layer on one rank."""
 
 from collections.abc import Callable
 from typing import Final
@@ -10,8 +10,6 @@ _ROOM_TOKENS: Final = 64  # kept free when rows are copied to a larger place, so
 
 
 class Rows:
-    """Tensor (B, G, M, D) that grows at its end and is cut at both."""
-
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self._held_as = dtype  # that of what is added when None
         self._dtype = dtype
@@ -29,7 +27,6 @@ class Rows:
 
     @property
     def tensor(self) -> Tensor:
-        """Return all rows in the dtype they were added in."""
         return self.stored.to(self._dtype)
 
     @property
@@ -39,7 +36,6 @@ class Rows:
 
     @property
     def nbytes(self) -> int:
-        """Return the allocated bytes, including room."""
         return 0 if self._place is None else self._place.nbytes
 
     def append(self, new: Tensor) -> None:
@@ -52,7 +48,6 @@ class Rows:
         self._end += new.shape[2]
 
     def cut(self, first: int, last: int) -> None:
-        """Drop ``first`` rows at the beginning and ``last`` at the end."""
         self._first += first
         self._end -= last
         if self._place is not None and self._first > max(self.count, _ROOM_TOKENS):  # the larger part is waste

@@ -43,8 +43,6 @@ class _Record(BaseModel):
 
 
 class SavedLayer(_Record):
-    """Saved content of a layer: its tokens from position ``first`` on."""
-
     first: NonNegativeInt
     heads: PositiveInt
     """Key/value heads of the whole model."""
@@ -63,8 +61,6 @@ class SavedShare(_Record):
 
 
 class SavedCache(_Record):
-    """Content of a cache's ``manifest.json``."""
-
     format: Literal["ringspan cache 1"] = "ringspan cache 1"
     model: str
     config: dict[str, Any]

@@ -1,4 +1,4 @@
-"""Cached states and convolutions, whole on every rank. B batch, C channels, T local tokens, K taps."""
+"""Cached states and convolutions of C channels and K taps, whole on every rank."""
 
 from collections.abc import Callable
 
@@ -13,8 +13,6 @@ from ringspan.torch.recurrence.current import current_pass
 
 
 class Rearranged:
-    """Layer whose sequences transformers reorders, repeats and selects."""
-
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
         """Apply a function of dimension 0 to all that is held."""
         raise NotImplementedError
@@ -30,10 +28,7 @@ class Rearranged:
 
 
 class StateLayer(Rearranged, LinearAttentionLayer):
-    """Convolutions' last inputs and states of a layer, the same on every rank of a ring.
-
-    A single new token is left to transformers on every rank; of several, each rank computes its own.
-    """
+    """Convolutions' last inputs and states of a layer, the same on every rank of a ring."""
 
     is_croppable = False  # pyright: ignore[reportAssignmentType, reportIncompatibleMethodOverride]
     is_compileable = False

@@ -18,10 +18,7 @@ _ops = torch.ops.aten
 
 
 def is_slow_at(tiles: tuple[Tile, ...], q: Tensor) -> bool:
-    """Return whether plain PyTorch is faster: in float32, where rows see few keys.
-
-    PyTorch's kernel goes through fewer than 768 rows by 64, at up to twice the time per pair.
-    """
+    """Return whether plain PyTorch is faster: in float32 with few keys a row, of which the kernel takes 64 at once."""
     short = rules_of(q.device).short_rows
     return short is not None and q.dtype == torch.float32 and short[0] / q.shape[1] <= keys_a_row(tiles) <= short[1]
 

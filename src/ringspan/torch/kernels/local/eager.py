@@ -2,8 +2,7 @@
 
 FlashAttention (Dao et al. 2022) over power-of-two chunks; scores are ``Scores``'s times log2(e), since ``exp2`` takes
 -inf at full speed, a CPU's ``exp`` ten times as long. Runs if no fast kernel serves, or if it is faster on a CPU.
-B batch, H query heads, G key/value heads, P = H / G query heads per group, D head size, E value head size; g key/value
-heads of one sequence at a time, n rows, m keys.
+P = H / G query heads per group; g key/value heads of one sequence at a time, n rows, m keys.
 """
 
 from collections.abc import Iterator
@@ -73,7 +72,6 @@ class Eager:
                 into += _gradient(mine, *keys, *key_sums, launch.tile, rows, chunks, head_scores).view(into.shape)
 
     def heads(self, q: Tensor, k: Tensor, tile: Tile, size: ChunkSize) -> Iterator[tuple[int, slice, slice]]:
-        """Yield sequences with their query heads and shared key/value heads."""
         batch, kv_heads = k.shape[:2]
         # Heads that share keys are rows of one product; as many such groups as leave their scores in the cache.
         shared = q.shape[1] // kv_heads
@@ -84,7 +82,6 @@ class Eager:
                 yield one, slice(group.start * shared, group.stop * shared), group
 
     def chunks(self, tile: Tile, size: ChunkSize) -> Iterator[tuple[slice, list[slice]]]:
-        """Yield chunks of rows with the chunks of keys that the band lets them see."""
         for rows in _equal(0, tile.num_rows, size.rows, _UNIT):
             # Keys that the band keeps from all of these rows are never read.
             first, last = max(0, rows.start - tile.hi), min(tile.num_keys, rows.stop - tile.lo)
@@ -153,10 +150,7 @@ def _gradient(
 
 
 def _chunk_size(q: Tensor, tile: Tile) -> ChunkSize:
-    """Return the chunk size: a megabyte of scores for a core's cache, or all heads for large launches.
-
-    Fewer rows waste less on forbidden pairs, which counts where rows see few keys.
-    """
+    """Return the chunk size: a megabyte of scores for a core's cache, or all heads for large launches."""
     if size := rules_of(q.device).chunk_size:
         return size
     is_short = tile.num_pairs <= SHORT * tile.num_rows

@@ -1,7 +1,7 @@
 """FlashAttention 2, 3 and 4: PyTorch's own build of 2, and the packages if installed.
 
 All take any band as a window, grouped heads as they are, and packed documents as consecutive sequences (varlen), and
-return the natural log-sum-exp. B batch, H query heads, G key/value heads, T rows, D head size.
+return the natural log-sum-exp.
 """
 
 from functools import lru_cache
@@ -25,8 +25,6 @@ _HEAD_MULTIPLE: Final = 8
 
 
 class Cuts(NamedTuple):
-    """Packed sequences: beginnings and ends, int32, and the longest one."""
-
     queries: Tensor
     keys: Tensor
     most_queries: int
@@ -42,9 +40,7 @@ class Calls(Protocol):
     takes_softcap: bool
 
     @property
-    def package(self) -> tuple[str, str] | None:
-        """Return the required module and its display name."""
-        ...
+    def package(self) -> tuple[str, str] | None: ...
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, cuts: Cuts | None, window: Window, scores: Scores

@@ -1,7 +1,4 @@
-"""Launches ``ringspan.gpu.attention`` on torch's tensors, in place. Importing it needs Triton.
-
-B batch, H query heads, G key/value heads, R rows, K keys, D head size, E value head size.
-"""
+"""Launches ``ringspan.gpu.attention`` on torch's tensors, in place, for R rows and K keys. Needs Triton."""
 
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
@@ -20,10 +17,7 @@ from ringspan.torch.kernels.score_mod import Scores
 
 
 def _tuned(program: Any, blocks: Blocks, sums: list[str]) -> Any:
-    """Return the program with its best blocks, tuned once per kind of problem.
-
-    If results must repeat to the bit, the last blocks, which fit everywhere: the fastest may change from run to run.
-    """
+    """Return the program with its best blocks, tuned once per kind; if results must repeat, with the last blocks."""
     if interprets_triton():
         return tuning.interpreted(program)
 
@@ -94,7 +88,6 @@ def backward_into(
 
 
 def _positions(q: Tensor, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
-    """Return slopes and positions; any placeholder if there are none."""
     if scores.slopes is None:
         return q, q, q
     assert scores.query_positions is not None and scores.key_positions is not None, "slopes need positions"

@@ -1,7 +1,4 @@
-"""The merge rule of ``ringspan.core.softmax`` in plain PyTorch; ``triton_merge`` has it as one pass.
-
-B batch, H query heads, E value head size.
-"""
+"""The merge rule of ``ringspan.core.softmax`` in plain PyTorch; ``triton_merge`` has it as one pass."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The running (out, lse) of a rank's queries. B batch, H query heads, T local queries, E value head size."""
+"""The running (out, lse) of a rank's queries."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,6 @@ class Partial:
 
     @staticmethod
     def of(out: Tensor, lse: Tensor) -> "Partial | Deferred":
-        """Return the sum that becomes a result (B, H, T, E) and its lse (B, H, T)."""
         return Partial(out, lse) if out.dtype == lse.dtype else Deferred(out, lse)
 
     def merge(self, rows: slice, *partials: Rows) -> None:
@@ -43,7 +42,6 @@ class Partial:
             merge_many(*mine, [mine, *partials])
 
     def running(self, rows: slice) -> Rows:
-        """Return the running out and lse of rows, for a kernel that adds in place."""
         for start, stop in self._rows.fill():
             self._out[:, :, start:stop].zero_()
             self._lse[:, :, start:stop].fill_(-torch.inf)
@@ -63,10 +61,9 @@ class Partial:
 
 
 class Deferred:
-    """The same for a 16-bit result, whose rows are written once.
+    """Partial of a 16-bit result, whose rows are summed in float32 from all waiting partials and written once.
 
-    16-bit partials wait; at the end each row is summed from them in float32 and rounded. If too many wait, or come in
-    float32, they add up in float32 first, so that memory does not grow with the ranks.
+    If too many wait, or come in float32, they add up first, so that memory does not grow with the ranks.
     """
 
     def __init__(self, out: Tensor, lse: Tensor) -> None:
@@ -97,7 +94,6 @@ class Deferred:
         self._num_waiting = 0
 
     def _fold(self) -> Partial:
-        """Add up in float32 what waits."""
         if self._sums is None:  # tokens before heads, as the flash kernels store what they return
             like = self._result.transpose(1, 2)
             sums = torch.empty_like(like, dtype=self._lse.dtype, memory_format=torch.contiguous_format)
@@ -110,7 +106,6 @@ class Deferred:
         return self._sums
 
     def _segments(self) -> Sequence[tuple[slice, list[Rows]]]:
-        """Return rows, and their partials that wait."""
         found: list[tuple[slice, list[Rows]]] = []
         for start, stop, numbers in segments(tuple(ends for ends, _ in self._waiting), self._count):
             partials: list[Rows] = []

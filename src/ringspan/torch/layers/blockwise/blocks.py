@@ -1,7 +1,4 @@
-"""Token-wise modules run in blocks of tokens, so that their intermediates never exist whole.
-
-Blocks are computed again in backward: only the input (T x C) is kept. B batch, T local tokens, C hidden size.
-"""
+"""Token-wise modules in blocks of tokens, computed again in backward: only the input (T x C) is kept."""
 
 import copy
 from collections.abc import Iterator

@@ -1,6 +1,5 @@
-"""Feed-forwards in blocks of tokens, for any Hugging Face model, recomputed in backward: T x C is kept, not T x F.
+"""Feed-forwards in blocks of tokens, recomputed in backward: T x C is kept, not T x intermediate size.
 
-B batch, T local tokens, C hidden size, F intermediate size.
 Source: Liu and Abbeel 2023, "Blockwise Parallel Transformer for Large Context Models", section 3.
 """
 

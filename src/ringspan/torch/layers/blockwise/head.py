@@ -1,8 +1,7 @@
-"""Heads: a plain weight uses the blockwise loss; any other head is called on blocks of tokens.
+"""Heads: a plain weight uses the blockwise loss; any other head is called on blocks of n tokens.
 
 An adapter, hook, parametrization or custom forward makes a head more than its weight. It is called for each block, and
 again in backward: full logits never exist, and every parameter it uses gets its gradient.
-T local tokens, C hidden size, V vocabulary, n tokens of a block.
 """
 
 from collections.abc import Iterator, Sequence
@@ -36,7 +35,6 @@ def joined(parts: Sequence[nn.Module]) -> nn.Module:
 
 
 def is_its_weight(head: nn.Module) -> bool:
-    """Return True if a head computes exactly ``hidden @ weight.T + bias``."""
     return computes_as(head, nn.Linear) and not is_packed(head.weight)  # pyright: ignore[reportArgumentType]
 
 
@@ -127,7 +125,6 @@ class _Blocks:
     def gradients(
         self, hidden: Tensor, leaves: Sequence[Tensor], d_losses: Tensor, *, of_hidden: bool
     ) -> list[Tensor | None]:
-        """Return the gradients of hidden, if wanted, and of the leaves, given each token's gradient (T,)."""
         sums: list[Tensor | None] = [None] * len(leaves)
         d_hidden = torch.empty_like(hidden) if of_hidden else None
         state, devices, states = self._random
@@ -181,8 +178,6 @@ def token_cross_entropy(products: Tensor, targets: Tensor, options: LossOptions)
 
 
 class _Called(torch.autograd.Function):
-    """Known losses whose gradients are computed on demand."""
-
     @staticmethod
     def forward(ctx: Any, losses: Tensor, hidden: Tensor, blocks: _Blocks, *leaves: Tensor) -> Tensor:
         ctx.save_for_backward(hidden)

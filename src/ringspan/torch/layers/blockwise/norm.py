@@ -1,8 +1,4 @@
-"""Norms in blocks of tokens, so that their float32 intermediates never exist whole.
-
-Transformers' RMS norms keep float32 copies of input and output and make four such copies in backward, each as long as
-the sequence; a layer's input is one 16-bit tensor of that size.
-"""
+"""Norms in blocks of tokens: transformers' RMS norms keep and make float32 copies as long as the sequence."""
 
 import inspect
 from typing import Any
@@ -16,10 +12,7 @@ from ringspan.torch.weights.loading import filled
 
 
 def find_norms(decoder: nn.Module) -> list[nn.Module]:
-    """Return the norms worth running in blocks (``run_in_blocks``), not PyTorch's own, which save only their input.
-
-    A norm's parameters are vectors of one size; it maps tensors of that size token by token (this is tried out).
-    """
+    """Return the norms worth running in blocks, tried out; PyTorch's own save only their input."""
     verdicts: dict[Any, bool] = {}
     found: list[nn.Module] = []
     for module in decoder.modules():
@@ -36,7 +29,6 @@ def find_norms(decoder: nn.Module) -> list[nn.Module]:
 
 
 def _keeps_more(module: nn.Module, size: int) -> bool:
-    """Return True if autograd saves another tensor as large as the input."""
     kept: list[Tensor] = []
     with filled(module), torch.enable_grad(), saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         like = next(module.parameters())

@@ -1,4 +1,4 @@
-"""Ring attention as an attention function of transformers. B batch, H heads, T local tokens, D head size."""
+"""Ring attention as an attention function of transformers."""
 
 import hashlib
 from collections.abc import Container, Sequence
@@ -178,7 +178,6 @@ def _over_ring(
 
 
 def _rows(packed: Packed | None, length: int, kind: LayerKind, config: StepConfig) -> list[Rows]:
-    """Return the rows that one attention computes, with their documents' mask and their layout."""
     documents_of: Sequence[tuple[int, ...] | None] = (None,)
     blocks_of: Sequence[Blocks] = ((),)
     split = None
@@ -228,7 +227,6 @@ def _reach(window: object) -> str:
 
 
 def _has_temperature(module: object) -> bool:
-    """Return True if a layer scales queries by position (Llama 4), as noted by ``parallelize``."""
     return getattr(module, "ring_temperature", False)
 
 

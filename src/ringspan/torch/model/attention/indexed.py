@@ -3,8 +3,7 @@
 Transformers' attention hands latents, compressed keys and values of all heads, to ``expand_kv``, and its index's choice
 to the attention function. Here queries are taken to the latents (absorbed), so that a token's 576 numbers travel
 instead of 128 heads' keys and values; the index gives its inputs, since its choice is among the keys of all ranks.
-B batch, T local tokens, H heads, R numbers of a latent, n and v numbers of a head's key (without its rotary part) and
-value.
+R numbers of a latent, n and v of a head's key (without its rotary part) and value.
 """
 
 import inspect
@@ -47,8 +46,6 @@ class Choice:
 
 
 class ChoosingAttention(Mixin):
-    """Attention that gives latents in place of keys and values."""
-
     def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
         """Return latents with their rotary part (B, 1, T, R + P), as keys and as values."""
         latents = torch.cat((kv_nope, k_rot), -1)
@@ -56,8 +53,6 @@ class ChoosingAttention(Mixin):
 
 
 class _Index(Mixin):
-    """Index that leaves the choice to attention."""
-
     @torch.no_grad()
     def forward(
         self: Any,
@@ -89,7 +84,6 @@ def _rotation_of(index: nn.Module) -> Any:
 
 
 def choosing_modules(decoder: Any) -> list[nn.Module]:
-    """Return the attention modules with an index or the choice of an earlier layer's."""
     if not has_index(decoder.config):
         return []
     return [
@@ -124,7 +118,6 @@ def refuse_indexed(view: ModelView, config: StepConfig, tp: int) -> None:
 
 
 def take_over_index(modules: Iterable[Any]) -> None:
-    """Make attention modules and their indexes choose among the keys of all ranks, in place."""
     for module in modules:
         mix_in(module, ChoosingAttention)
         if module.indexer is not None:

@@ -1,8 +1,4 @@
-"""Attention inlined in older models' code, moved to the ring: a mixin for each group of similar modules.
-
-A mixin takes the module's projections and positions and calls transformers' attention interface.
-B batch, T local tokens, H query heads, D head size.
-"""
+"""Attention inlined in older models' code, given to transformers' interface by a mixin per group of modules."""
 
 import inspect
 import math

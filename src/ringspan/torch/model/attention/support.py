@@ -19,11 +19,7 @@ _TRIAL: Final = "ringspan_trial"
 
 
 def refuse_attention(view: ModelView) -> None:
-    """Raise UnsupportedError if the ring cannot take over a decoder's attention or number its tokens.
-
-    Layers with a stateful module, or without attention, need not call any. Models that transformers does not mark as
-    using its AttentionInterface are tried out on two tokens.
-    """
+    """Raise UnsupportedError if the ring cannot take over a decoder's attention, in doubt tried out on two tokens."""
     name, decoder, own = view.name, view.decoder, view.own_attention
     for path, module in decoder.named_modules():
         is_decoder = getattr(module, "is_decoder", None)

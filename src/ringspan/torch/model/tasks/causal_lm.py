@@ -1,7 +1,4 @@
-"""Causal language models on a ring: the loss of the whole batch from local tokens, and weights to files.
-
-B batch, S global tokens, T local tokens, V vocabulary.
-"""
+"""Causal language models on a ring: the loss of the whole batch from local tokens."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -49,8 +46,6 @@ from ringspan.torch.transport.sums import Sum, SumOfGradients
 
 
 class Asked(Enum):
-    """Purpose of a forward pass, as errors name the call."""
-
     LOSS = "a forward pass"
     LOGPROBS = "token_logprobs"
 
@@ -157,7 +152,6 @@ _SIGNATURE: Final = inspect.signature(RingCausalLM.forward)
 
 @torch.compiler.disable()
 def _loss(model: RingModel, hidden: Tensor, targets: Tensor, count: int) -> Tensor:
-    """Compute the loss sum over the whole batch's targets, divided by their count."""
     # Evaluation is plain cross-entropy, whatever training adds to it.
     total = _cross_entropy(model, hidden, targets, model.ring_loss if model.training else _plain(model), "sum")
     return Sum.apply(total / max(count, 1), _groups(model))
@@ -222,7 +216,6 @@ def _output(auxiliary: Tensor | None, **values: Any) -> CausalLMOutputWithPast |
 
 
 def _asked(arguments: dict[str, Any]) -> Asked | PerToken:
-    """Return the call's purpose; only ``token_logprobs`` and ``ringspan.hf`` give one."""
     asked = arguments.get("ring_asked")
     return asked if isinstance(asked, Asked | PerToken) else Asked.LOSS
 

@@ -1,7 +1,4 @@
-"""Classifiers on a ring, with the logits of a sequence's last token, on whichever rank, or of each token.
-
-B batch, S global tokens, T local tokens, C hidden size, L labels.
-"""
+"""Classifiers on a ring, with L logits of a sequence's last token, on whichever rank, or of each token."""
 
 import inspect
 from collections.abc import Sequence
@@ -28,7 +25,6 @@ from ringspan.torch.weights.finite import named_in, refuse_not_finite
 
 
 def pools(model: nn.Module) -> bool:
-    """Return True if a classifier labels sequences, not tokens."""
     return class_name(model).endswith(SEQUENCES)
 
 
@@ -151,7 +147,6 @@ def _refuse_padding(model: RingModel, is_here: Tensor, real: Tensor | None) -> N
 
 
 def _last_places(model: RingModel, ids: Tensor, places: Tensor, length: int) -> Tensor:
-    """Return the global place of each row's last token other than padding, (B,)."""
     padding = model.config.get_text_config().pad_token_id
     if padding is None:
         return torch.full((len(ids),), length - 1, device=ids.device)

@@ -1,7 +1,4 @@
-"""Decoders without a language model head: the user's embeddings in, hidden states out, the user's loss.
-
-B batch, S global tokens, T local tokens, C hidden size.
-"""
+"""Decoders without a language model head: the user's embeddings in, hidden states out, the user's loss."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -93,7 +90,6 @@ def _hidden_size(config: PreTrainedConfig) -> int:
 class RingDecoder(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
     @torch.compiler.disable(recursive=False)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the model's own forward pass over local tokens, the same on every rank."""
         with in_pass(self, "a forward pass"):
             with meeting(self.ring_mesh, "a forward pass") as facts:
                 try:
@@ -117,7 +113,6 @@ class RingDecoder(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatibl
 
 
 def check_inner_call(model: Any, decoder: nn.Module) -> None:
-    """Check a call of a decoder inside a user's model before any rank computes."""
     without = _without_cache(forward_of(decoder))
 
     def look(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
