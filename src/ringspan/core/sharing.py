@@ -5,10 +5,7 @@ from numpy.typing import NDArray
 
 
 def even_out(work: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Deal sequences (accumulation_steps, replicate, batch_size) so that replicas have similar work in each micro-step.
-
-    Similar sequences share a micro-step; each goes, heaviest first, to the least loaded replica with room.
-    """
+    """Deal sequences (accumulation_steps, replicate, batch_size) so that replicas' work is similar in each step."""
     micro_steps, replicas, most = work.shape
     heaviest_first = np.argsort(-work, axis=None, kind="stable")
     shared = np.empty_like(work)

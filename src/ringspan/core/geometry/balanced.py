@@ -18,10 +18,9 @@ _LEAST_LEEWAY: Final = 0.25  # of the tolerances: with less, far more is sent fo
 
 
 def balanced(mask: Mask, *, length: int, ranks: int, chunk_tokens: int = CHUNK_TOKENS) -> CustomLayout:
-    """Return a layout that balances this mask on ``length`` tokens; deterministic, so all ranks find the same.
+    """Return a layout with equal tokens, and equal work under the mask, for every rank; deterministic.
 
-    Every rank holds ``ceil(length / ranks)`` tokens, including padding. Chunks have ``chunk_tokens`` or more on
-    average, fewer if cut for lack of room.
+    Chunks have ``chunk_tokens`` or more on average, fewer if cut for lack of room.
 
     Raises:
         LayoutError: a length, a number of ranks or a size of chunks below one.

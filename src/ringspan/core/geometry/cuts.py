@@ -57,10 +57,7 @@ def cut_by_work(
 
 
 def level(some: Stretches, cuts: list[Cut], lacking: FloatArray, above: float, above_in_order: float) -> None:
-    """Exchange early and late chunks to relieve ranks with too much work; update ``cuts`` and ``lacking`` in place.
-
-    A rank may have ``above`` too much work, or ``above_in_order`` if that leaves a document in one chunk per rank.
-    """
+    """Exchange early and late chunks to relieve ranks with ``above`` too much work; update ``cuts`` and ``lacking``."""
     for _ in range(_SWEEPS):
         is_changed = False
         for index, old in enumerate(cuts):

@@ -177,12 +177,9 @@ class CustomLayout(Layout):
 
     @staticmethod
     def of(parts: Iterable[Iterable[tuple[int, int]]], length: int | None = None) -> "CustomLayout":
-        """Build a layout from each rank's runs (first position, number of tokens).
+        """Build a layout of ``length`` tokens (None: up to the last held) from each rank's runs (start, count).
 
-        ``length`` counts the sequence's tokens without padding; if None, up to the last position held.
-
-        Raises:
-            LayoutError: not such a list, or as the class.
+        LayoutError if these are not such a list, or as the class.
         """
         try:
             spans = tuple(tuple(starmap(Span, runs)) for runs in parts)

@@ -67,10 +67,7 @@ def _subtract(a: Region, b: Region) -> Iterator[Region]:
 class Mask:
     """Allowed pairs as disjoint regions, made by ``causal()`` and its siblings and combined with ``&`` and ``|``.
 
-    ``name`` is for people; equality and hash ignore it.
-
-    Raises:
-        MaskError: regions that are not a tuple of regions.
+    ``name`` is for people; equality and hash ignore it. MaskError for anything but a tuple of regions.
     """
 
     regions: tuple[Region, ...]
@@ -130,8 +127,7 @@ class Mask:
     def parse(text: str) -> "Mask":
         """Read ``causal``, ``full``, ``window:W``, ``prefix:P``, ``documents:L1,...``, ``frames:L1,...`` or a ``spec``.
 
-        Raises:
-            MaskError: another form, or regions that overlap.
+        MaskError for another form, or regions that overlap.
         """
         if not is_a(text, str):
             raise MaskError(f"the text of a mask must be a str, got {described(text)}; {FORMS}")
@@ -212,11 +208,7 @@ def causal() -> Mask:
 
 
 def sliding_window(window: int, *, global_tokens: int = 0) -> Mask:
-    """Let query q see keys with ``0 <= q - k < window``, and the first ``global_tokens`` keys.
-
-    Raises:
-        MaskError: a window below one, or a negative number of global tokens.
-    """
+    """Let query q see keys with ``0 <= q - k < window``, and the first ``global_tokens``; MaskError if too small."""
     window, global_tokens = integer(window, "window", MaskError), integer(global_tokens, "global_tokens", MaskError)
     if window < 1:
         raise MaskError(f"a sliding window must hold at least one token, got {window}")
@@ -239,12 +231,10 @@ def prefix_lm(prefix: int) -> Mask:
 
 
 def documents(lengths: Sequence[int] | Iterable[int], *, window: int | None = None, is_causal: bool = True) -> Mask:
-    """Let a query see keys of its own document, causal by default, at most the last ``window``.
+    """Let a query see the keys of its own document, causal by default, at most the last ``window``.
 
-    Positions past the last document see nothing.
-
-    Raises:
-        MaskError: no document, an empty one, a window below one, or a window that is not causal.
+    Positions past the last document see nothing. MaskError for no document, an empty one, a window below one, or a
+    window that is not causal.
     """
     lengths = _document_lengths(lengths)
     window = None if window is None else integer(window, "window", MaskError)
@@ -266,9 +256,7 @@ def frames(lengths: Sequence[int] | Iterable[int], *, window: int | None = None)
     """Let a query see its own frame, both ways, and earlier ones; in all at most ``window`` frames (video models).
 
     With f(i) the frame of position i: ``f(k) <= f(q)`` and ``f(q) - f(k) < window``. Later positions see nothing.
-
-    Raises:
-        MaskError: no frame, an empty one, or a window below one.
+    MaskError for no frame, an empty one, or a window below one.
     """
     lengths = _document_lengths(lengths)
     window = len(lengths) if window is None else integer(window, "window", MaskError)

@@ -1,7 +1,4 @@
-"""Spans (consecutive tokens of one rank) in order of position, cut at the start of documents.
-
-A layer maps its state affinely: ``state_out = A state_in + B``; a document begins with zeros.
-"""
+"""Spans (consecutive tokens of one rank) in order of position, cut at documents, which begin with a state of 0."""
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence

@@ -68,10 +68,7 @@ def cheaper_route(queries: Layout, keys: Layout, mask: Mask, shape: Shape) -> st
 
 
 def other_routes(ranks: int, shape: Shape, ranks_per_node: int) -> Iterator[str]:
-    """List candidates except the ring: double ring (on several nodes), all-gather, and Ulysses groups of all sizes.
-
-    Not ``bidirectional``: the model has one link into a rank.
-    """
+    """List candidates except rings (with one link into a rank, ``bidirectional`` gains nothing)."""
     if 1 < ranks_per_node < ranks and ranks % ranks_per_node == 0:
         yield f"double-ring:{ranks_per_node}"
     yield "all-gather"

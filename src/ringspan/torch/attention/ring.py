@@ -161,10 +161,7 @@ def _backward_of_heads(
     gradients: tuple[Tensor, Tensor, Tensor],
     unfinished: list[Callable[[], None]],
 ) -> Callable[[], None]:
-    """Fill dq of some heads; return a call that awaits other ranks' contributions and fills dk and dv.
-
-    ``unfinished``, the previous heads' call, runs after the first hop, which frees their sums early.
-    """
+    """Fill dq of some heads; return a call to finish dk and dv. The last heads' runs after the first hop."""
     q = queries[1]
     hops, dtype = ring.schedule.hops, accumulation_dtype(q.dtype)
     dq, local = RunningSum.to_be(gradients[0], dtype), GradientBlock.at_owner(*gradients[1:], dtype)

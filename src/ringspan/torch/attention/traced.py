@@ -1,7 +1,4 @@
-"""A layer's attention as one operator for torch.compile, which finds lengths, masks and route when it runs.
-
-So one program serves all lengths and documents; ``ring_attention``'s operator takes them as constants.
-"""
+"""A layer's attention as one operator for torch.compile: one program for all lengths, masks and routes."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -40,10 +37,7 @@ def layer_attention(
     comm_dtype: CommDtypeName,
     kernel: KernelName,
 ) -> Tensor:
-    """Compute ``ring_attention`` of q, k, v (B, H, T, D) with each sequence's mask from ``mask_of``; raise as it does.
-
-    ``lengths`` are document lengths (B, most documents), 0 after the last one; None if sequences are one document.
-    """
+    """Compute ``ring_attention`` of sequences with document ``lengths`` (B, most documents), 0 after the last."""
     q, k, v = in_autocast(q, k, v)
     asked = AttentionSpec(
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
@@ -66,11 +60,7 @@ def mask_of(
     chunk: int | None,
     blocks: tuple[tuple[int, int], ...] = (),
 ) -> Mask:
-    """Return the mask of a sequence: one document of ``length`` tokens, or ``lengths``, which do not see each other.
-
-    Queries see the last ``window`` keys, within a ``chunk`` of their document, all when None; in ``blocks``, runs
-    [start, stop) of tokens of one document, also later ones.
-    """
+    """Return the mask of documents of ``lengths``, in a ``window`` or a ``chunk``, or both ways in ``blocks``."""
     if blocks:
         assert chunk is None, "no model has both"
         before = mask_of(length, lengths, window, chunk)

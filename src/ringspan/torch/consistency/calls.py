@@ -33,10 +33,8 @@ _REMEDIES: Final = {
 class Call:
     """One rank's part of a collective call.
 
-    alike: facts that must be equal on all ranks, and ``alike_in_ring`` in a ring, by name.
-    targets: local number, to be summed over all ranks.
-    error: this rank's error, which all ranks then raise.
-    said: words that may differ between ranks, for ``hear_all``.
+    Facts that must be equal on all ranks or in a ring; ``targets`` to sum over all ranks; an ``error`` for all to
+    raise; words, ``said``, for ``hear_all``.
     """
 
     name: str

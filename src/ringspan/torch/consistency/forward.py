@@ -63,10 +63,7 @@ def agreeing(model: RingModel, arguments: dict[str, Any]) -> AbstractContextMana
 def check_forward(
     model: RingModel, bind: Callable[[], BoundArguments], check_others: Callable[[dict[str, Any]], Any], name: str
 ) -> dict[str, Any]:
-    """Return a pass's arguments, bound by ``bind`` and checked on all ranks, with the batch's targets and length.
-
-    ``check_others`` checks arguments that ``forward`` does not name. ``name``, of the pass, must be equal on all ranks.
-    """
+    """Return a pass's arguments, bound by ``bind`` and checked on all ranks, with the batch's targets and length."""
     with meeting(model.ring_mesh, name) as facts:
         arguments = {name: value for name, value in bind().arguments.items() if name != "self"}
         # Of those that ``forward`` names for whoever reads its signature none can be honoured either.

@@ -19,10 +19,7 @@ _PLACES: Final = 1 << 12  # of an order, looked up together
 
 
 class RingSampler(DistributedSampler[Any]):
-    """DistributedSampler over replicas; each pass is a new epoch unless ``set_epoch`` names it.
-
-    The order is DistributedSampler's; above 2**24 examples ``shuffled``'s, which is not drawn ahead.
-    """
+    """DistributedSampler over replicas; passes are epochs. Above 2**24 examples the order is ``shuffled``'s."""
 
     def __iter__(self) -> Iterator[Any]:
         order = self._examples(self.seed + self.epoch)

@@ -13,8 +13,8 @@ _MIXING: Final = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 def shuffled(places: NDArray[np.int64], num_examples: int, seed: int) -> NDArray[np.int64]:
     """Return the examples at some places of a seed's permutation of ``range(num_examples)``.
 
-    A Feistel network permutes numbers of an even number of bits, at most four for each example, and is applied again
-    to what it puts outside (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains").
+    A Feistel network over at most 4 numbers per example, applied again to what it puts outside (Black and Rogaway
+    2002).
     """
     half = max(1, (num_examples - 1).bit_length() + 1 >> 1)
     keys = np.random.PCG64(seed % (1 << 64)).random_raw(_ROUNDS)  # which is the same in every version of NumPy

@@ -46,10 +46,7 @@ def real_tokens(batch: Mapping[str, Tensor]) -> Tensor | None:
 
 
 def refuse_targets_of_padding(has_target: Tensor, real: Tensor | None, name: str, shift: int) -> None:
-    """Raise for targets (``has_target`` (B, S)) computed from padding, whose hidden states are undefined.
-
-    The batch calls them ``name``, and holds them ``shift`` places further on.
-    """
+    """Raise for targets (B, S) of padding, called ``name`` in the batch and held there ``shift`` places further on."""
     if real is None or not bool((of_padding := has_target & ~real).any()):
         return
     row, place = of_padding.nonzero()[0].tolist()
@@ -70,10 +67,7 @@ def beginnings(real: Tensor) -> Tensor:
 
 
 def behind_padding(real: Tensor, lengths: Tensor | None, said_by: str | None) -> Tensor | None:
-    """Return each sequence's document lengths, with padding on the left as a document.
-
-    ``said_by`` names the batch's source of ``lengths``. UnsupportedError if none of them begins after the padding.
-    """
+    """Return document lengths with left padding as a document; UnsupportedError if ``lengths`` lack its end."""
     left = beginnings(real).int().argmax(1, keepdim=True)
     if not bool(left.any()):
         return lengths

@@ -111,10 +111,9 @@ class RingGenerator(RingCausalLM):
             save(self, cache, folder)
 
     def load_cache(self: Any, folder: str | Path, dtype: CacheDtypeName | None = None) -> RingCache:
-        """Load a cache from ``save_cache``, from any number of ranks, on every rank; ``cache.ids`` are its tokens.
+        """Load a cache from ``save_cache``, of any number of ranks, on every rank; ``cache.ids`` are its tokens.
 
-        Raises:
-            CheckpointError: a file is missing, damaged or cut, or the cache is another model's.
+        CheckpointError if a file is missing, damaged or cut, or the cache is another model's.
         """
         with in_call("loading a cache"):
             return load(self, folder, self.new_cache(dtype))

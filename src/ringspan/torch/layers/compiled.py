@@ -1,7 +1,4 @@
-"""Decoder layers as torch.compile programs, with checkpointing and the ring's operator inside, FSDP's hooks outside.
-
-Layers of one kind share a program, whatever the lengths of sequence and documents.
-"""
+"""Decoder layers as torch.compile programs, one per kind, with checkpointing and the ring's operator inside."""
 
 from collections.abc import Callable, Sequence
 from functools import partial

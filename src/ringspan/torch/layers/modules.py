@@ -67,11 +67,10 @@ def own_config(model: PreTrainedModel) -> None:
 
 
 def mix_in(module: nn.Module, mixin: type, **attributes: Any) -> None:
-    """Put a mixin before a module's class, and set attributes, in place.
+    """Put a mixin before a module's class, which keeps its name for saved configs, and set attributes, in place.
 
-    The class keeps its name, which saved configs contain. A forward set on the module itself moves to the class after
-    the mixin, which it would hide. Functions become methods; other values belong to the module, since FSDP keeps every
-    class alive.
+    A forward set on the module itself moves after the mixin. Functions become methods; other values belong to the
+    module, since FSDP keeps every class alive.
     """
     plain = type(module)
     behind: tuple[type, ...] = (mixin, plain)

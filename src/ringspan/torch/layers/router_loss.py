@@ -37,10 +37,7 @@ class RouterLoss(NamedTuple):
     recorder: RouterRecorder
 
     def __call__(self, scores: Sequence[Tensor], real: Tensor, groups: Sequence[dist.ProcessGroup]) -> Tensor:
-        """Compute the loss of all ranks' tokens, whose gradient covers local ones; UnsupportedError without a router.
-
-        Takes each layer's scores (T, E), the mask of real tokens (T,) and the groups of ranks with other tokens.
-        """
+        """Compute the loss of all ranks' scores (T, E) of layers and real tokens (T,); its gradient is local."""
         if not scores:
             raise UnsupportedError("output_router_logits=True: no layer of this model has a router; leave it out")
         weights = real.to(torch.float32).unsqueeze(1)

@@ -8,10 +8,7 @@ from torch import Tensor, nn
 
 
 class RouterRecorder:
-    """Collector of router scores (T, E) inside ``recording``; blockwise code adds those of all its blocks.
-
-    Transformers' own capture sees a blockwise router once per block and without gradients.
-    """
+    """Collector of router scores (T, E); transformers' own sees blocks of tokens singly and without gradients."""
 
     def __init__(self, num_experts: int) -> None:
         self.num_experts = num_experts

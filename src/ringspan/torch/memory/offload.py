@@ -1,7 +1,4 @@
-"""Offloading of checkpointed tensors until backward needs them: to pinned host memory, fetched one piece ahead (CUDA).
-
-CPU tensors go to memory-mapped files, whose pages the system may write out and drop.
-"""
+"""Offloading of checkpointed tensors: to pinned memory, fetched one piece ahead (CUDA), or to mapped files."""
 
 import mmap
 import os
@@ -22,10 +19,7 @@ _AHEAD: Final = 3
 
 
 class Store:
-    """Store of tensors, best fetched in reverse order, which is prefetched.
-
-    Parameters, integers and tensors below ``min_bytes`` stay. Files are in ``folder`` and vanish with their tensors.
-    """
+    """Store of tensors, fetched best in reverse; parameters, integers and small ones stay, files vanish with theirs."""
 
     def __init__(self, *, min_bytes: int | None = None, folder: str | None = None) -> None:
         self.min_bytes = MIN_BYTES if min_bytes is None else min_bytes

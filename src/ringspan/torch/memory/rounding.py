@@ -19,7 +19,7 @@ _SEEDS: Final = 1 << 31
 class RoundingAdamW(torch.optim.AdamW):
     """AdamW with float32 moments and random rounding of bfloat16 parameters; ConfigError for others than these two.
 
-    Random numbers depend on the step and the parameter's place, so that replicas and resumed runs round identically.
+    Random numbers depend on step and parameter, so that replicas and resumed runs round identically.
     """
 
     def __init__(self, params: Any, **options: Any) -> None:

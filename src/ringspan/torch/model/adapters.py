@@ -95,13 +95,10 @@ class _RingPeft(_Frozen):
         return super().named_parameters(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
-        """Write an adapter folder as ``PeftModel.save_pretrained`` does; rank 0 gets and writes weight by weight.
+        """Write an adapter folder as ``PeftModel.save_pretrained`` does, weight by weight; every rank calls it.
 
-        Every rank calls it.
-
-        Raises:
-            UnsupportedError: a conversion of initialised adapters, which would load another one.
-            PeerMismatch: on other ranks, if rank 0 could not write.
+        UnsupportedError for a conversion of initialised adapters; PeerMismatch on other ranks if rank 0 could not
+        write.
         """
         save: Any = super().save_pretrained  # pyright: ignore[reportAttributeAccessIssue]
         given = inspect.signature(save).bind(save_directory, *args, **kwargs).arguments

@@ -29,11 +29,7 @@ def local_hidden_states(
     document_lengths: Tensor | None,
     media: Media | None,
 ) -> Tensor:
-    """Compute hidden states (B, T, C) of local tokens (B, T), with a ``RingCausalLM.forward``'s arguments.
-
-    ``longest`` counts the longest document's tokens, without padding. UnsupportedError for packed documents if layers
-    cannot be told of them.
-    """
+    """Compute hidden states (B, T, C) of local tokens (B, T); ``longest`` document's tokens are without padding."""
     decoder = decoder_on_ring(model)
     if document_lengths is not None and counts_real_tokens(decoder):
         ring = model.ring_mesh["ring"]

@@ -1,8 +1,4 @@
-"""Layers with states or convolutions: the functions that mix tokens, wrapped once, compute over spans of a ring.
-
-Transformers' modules call equally named functions of their Python modules. Inlined recurrences (MiniMax) get our
-forward.
-"""
+"""Layers with states or convolutions: functions looked up by name in transformers' modules compute over spans."""
 
 import functools
 import inspect

@@ -100,10 +100,7 @@ def pieces_of(made: Tensor | Sequence[Tensor]) -> list[Tensor]:
 
 @dataclass(frozen=True)
 class FramesOfGrid(Cut):
-    """Qwen's patches of all images (P, values) and grids (I, 3) of frames x rows x columns.
-
-    Attention spans one frame (``temporal_patch_size`` images), so videos are cut between frames.
-    """
+    """Qwen's patches (P, values) and grids (I, 3) of frames x rows x columns; attention spans one frame."""
 
     form: ClassVar[str] = "(patches, values)"
 

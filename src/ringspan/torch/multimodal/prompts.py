@@ -16,10 +16,7 @@ from ringspan.torch.multimodal.towers import Made, SharedTowers
 
 
 class PromptImages(SharedTowers):
-    """Images of a prompt read over a cache, the same on every rank; UnsupportedError if they do not fit their tokens.
-
-    ``rows`` are the pass's sequences (each prompt row once per beam), ``count`` its new tokens n, also guessed ones.
-    """
+    """Images of a prompt of ``rows`` and ``count`` new tokens over a cache, the same on every rank."""
 
     def __init__(self, model: Any, media: Media, rows: int, count: int) -> None:
         super().__init__(model)

@@ -141,11 +141,7 @@ class SharedTowers:
 
 
 class MediaPass(SharedTowers):
-    """Images of one batch on their way through a model.
-
-    ``media`` are the whole batch's (None if only replicas have any), ``inputs`` tower arguments by modality, the
-    batch's own or another replica's, ``split`` and ``lengths`` (of documents) the batch's.
-    """
+    """Images of one batch on their way through a model; ``inputs`` may be another replica's."""
 
     def __init__(
         self,

@@ -45,10 +45,7 @@ class Before:
 
 @dataclass(frozen=True)
 class SequencePass:
-    """Sequences of a forward pass: ``layouts`` and ``starts`` (increasing, from 0), one for each sequence or for all.
-
-    ``packed`` tells attention of the documents. ``before`` is set over a cache; the layout counts from its first token.
-    """
+    """Sequences of a pass: ``layouts`` and ``starts`` (from 0) of each or all, and the cached state ``before``."""
 
     layouts: tuple[Layout, ...]
     group: dist.ProcessGroup | None

@@ -174,8 +174,7 @@ def lightning_attention(
 ) -> tuple[Tensor, Tensor]:
     """Compute ``S_t = exp(-slope_h) S_{t-1} + k_t v_t^T``, ``o_t = S_t^T q_t`` in blocks of tokens; out, final state.
 
-    q, k (B, H, T, K), v (B, H, T, V), slopes (H,); the state in float32 or wider. Source: Qin et al. 2024,
-    "Lightning Attention-2", arXiv 2401.04658.
+    q, k (B, H, T, K), v (B, H, T, V), slopes (H,). Source: Qin et al. 2024, "Lightning Attention-2", arXiv 2401.04658.
     """
     dtype = state_dtype(query.dtype)
     batch, heads, tokens, size = key.shape

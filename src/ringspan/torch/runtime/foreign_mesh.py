@@ -21,11 +21,7 @@ _numbers: Final = itertools.count(1 << 30)  # of groups of one rank; no job has 
 
 
 def ring_mesh(mesh: Any) -> DeviceMesh:
-    """Return a mesh with the axes of ``init_mesh``: this one, or one over the same ranks and groups.
-
-    Known names, in any order: ``dp_replicate`` is ``replicate``, ``cp`` or ``sp`` is ``ring``, ``tp``; others must have
-    one rank. ConfigError, by name, for no DeviceMesh, other axes, or ranks that do not ascend along one.
-    """
+    """Return a mesh with the axes of ``init_mesh``, by known names; ConfigError for others, or descending ranks."""
     names = _names(mesh)
     check_order(mesh)
     if names in (AXES, AXES[:2]):

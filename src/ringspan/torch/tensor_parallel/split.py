@@ -105,10 +105,9 @@ def placements_of(model: PreTrainedModel, ranks: int) -> dict[Tensor, Placement]
 
 
 def split_model(model: PreTrainedModel, tp: DeviceMesh) -> None:
-    """Split a model over ``tp`` by its plan, in place, without communication; call ``refuse_split`` first.
+    """Split a model over ``tp`` by its plan, in place, after ``refuse_split``; other parameters become whole DTensors.
 
-    All parameters become DTensors, whole on each rank if the plan does not name them. Embedding and head, which may be
-    one tensor, are split by vocabulary if it divides evenly. Modules take and return plain tensors.
+    Embedding and head, which may be one tensor, are split by vocabulary if it divides evenly.
     """
     modules = dict(model.named_modules())
     styles, placements = with_adapters(_styles(model, tp.size()), modules), placements_of(model, tp.size())

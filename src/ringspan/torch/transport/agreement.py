@@ -53,13 +53,9 @@ def shared_bytes() -> int:
 
 
 def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
-    """Check that all ranks of a group were given the same facts, before any payload moves.
+    """Check that all ranks of a group were given the same facts, asking only about new ones, else PeerMismatch on all.
 
-    Talks to the others only when these facts are new to this group, so the steady state costs nothing. With shared
-    memory a rank that sees a peer compare, or make other calls, joins in (``report_out_of_step``).
-
-    Raises:
-        PeerMismatch: on every rank, naming what differs and each rank's value.
+    With shared memory, a rank that sees a peer compare, or make other calls, joins in (``report_out_of_step``).
     """
     if not _talks(group):
         return
@@ -91,10 +87,7 @@ def compared_batch(group: dist.ProcessGroup) -> Iterator[None]:
 
 
 def compare_refused(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
-    """Compare before this rank refuses a call, so that others do not wait for it; PeerMismatch if theirs differ.
-
-    They notice only before anything has been agreed on, or if ranks share memory.
-    """
+    """Compare before this rank refuses a call, for others that would wait (at first, or with shared memory)."""
     if _talks(group) and ((here := _groups.setdefault(group, _Group())).queues or not here.known):
         here.facts = facts
         _compare(group, here)

@@ -42,10 +42,9 @@ class HopRecord:
 
 @dataclass
 class Counters:
-    """This process's sent bytes and waiting time over all exchanges, and its current hop.
+    """This process's sent bytes and waiting time, and its current hop, which counts on over head groups.
 
-    The ring writes it; benchmarks and the watchdog's thread read it. ``hop`` counts on over head groups of a pass, at
-    two messages per hop. ``transfers`` and ``hops`` are lists while ``recorded`` is active, else None.
+    The ring writes it; benchmarks and the watchdog's thread read it. Lists exist while ``recorded`` is active.
     """
 
     num_posts: int = 0
@@ -138,10 +137,9 @@ class Transfer:
 
 
 class Exchange:
-    """Point-to-point messages within one group during one pass, which ``signature`` names.
+    """Point-to-point messages within one group during one pass; peers are group ranks, or indices into ``ranks``.
 
-    Peers are group ranks, or indices into ``ranks`` when it is given. ``signature`` and message number are the tag, so
-    that a rank that is ahead, or in another pass, never has its blocks mistaken.
+    ``signature`` and message number are the tag, so that a rank ahead, or in another pass, never has blocks mistaken.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, signature: str, ranks: Sequence[int] | None = None) -> None:
@@ -166,10 +164,9 @@ class Exchange:
     def post(
         self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, TensorSpec]], message: int
     ) -> tuple[Transfer, list[PendingReceive]]:
-        """Start all sends (to, buffer) and receives (from, spec) of one moment together, so that no order blocks.
+        """Start all sends and receives of one moment together, so that no order blocks; buffers are contiguous.
 
-        Returns the transfer, and its messages, in the order of ``receives``. Between one pair of ranks the order of
-        sends is the order of receives. Buffers are contiguous.
+        Between one pair of ranks the order of sends is the order of receives, and of the returned messages.
         """
         assert self._group is not None or not (sends or receives), "a single rank has nobody to talk to"
         pending = [self._pending(self._rank(peer), spec, message) for peer, spec in receives]

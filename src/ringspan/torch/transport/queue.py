@@ -49,8 +49,7 @@ class Expected:
 class SharedQueues:
     """The queues between this rank of a group and its peers on the host, one for each direction of each pair.
 
-    Between two ranks the order of ``send`` is the order of ``expect``, so another tag than expected, or a cycle of
-    ranks that each wait for the next one, shows that the ranks are out of step.
+    Sends and expectations have one order, so another tag, or a cycle of waiting ranks, shows ranks out of step.
     """
 
     def __init__(self, group: dist.ProcessGroup, seconds: float) -> None:
@@ -86,12 +85,7 @@ class SharedQueues:
         return Expected(sender, self._expected[sender], tag, size)
 
     def receive(self, expected: Expected) -> Tensor:
-        """Wait for a message; its bytes, which the sender keeps as long as a tensor lies on them.
-
-        Raises:
-            OutOfStepError: it will not come, because ranks do not do the same.
-            RuntimeError: its sender is gone, or has not sent it for as long as the group waits.
-        """
+        """Wait for a message, whose bytes its sender keeps; OutOfStepError if ranks differ, RuntimeError if late."""
         sender, key, words = expected.sender, (expected.sender, expected.number), self.memory.words(self._rank)
         try:
             for is_slow in self._patience(sender):
@@ -146,10 +140,7 @@ class SharedQueues:
             self._received[sender, number] = descriptor
 
     def _waiting(self) -> list[tuple[int, int, int]]:
-        """Return the cycle of waiting ranks from this one: (rank, awaited rank, its waits so far); empty without one.
-
-        Two equal results in a row prove a deadlock: all wait at once, for messages that none can send.
-        """
+        """Return the cycle of (rank, awaited rank, waits so far), or nothing; if equal twice, a deadlock."""
         found: list[tuple[int, int, int]] = []
         rank = self._rank
         while rank not in (first for first, _, _ in found):

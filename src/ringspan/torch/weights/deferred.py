@@ -38,10 +38,7 @@ class _Made:
 
 
 class Deferred(Tensor):
-    """A CPU tensor without numbers yet; operations on it are deferred, and ``part`` computes it.
-
-    Of in-place operations, zeroing is remembered; others raise.
-    """
+    """A CPU tensor without numbers yet; operations are deferred until ``part``; in place, only zeroing."""
 
     origin: "Source | _Made"
     zeroes: list[Region]

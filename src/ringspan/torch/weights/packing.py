@@ -10,12 +10,7 @@ from ringspan.torch.weights.packed import EightBits, FourBits, split_weight
 
 
 def pack_unread(model: Any, config: Any) -> None:
-    """Give a model with deferred weights bitsandbytes' modules, with the numbers of ``from_pretrained``.
-
-    Raises:
-        UnsupportedError: ``config`` is not a ``BitsAndBytesConfig``.
-        ConfigError: bitsandbytes is not installed, or not for this machine.
-    """
+    """Give a model with deferred weights bitsandbytes' modules; UnsupportedError, or ConfigError without it."""
     from transformers import BitsAndBytesConfig
     from transformers.quantizers.auto import AutoHfQuantizer
 

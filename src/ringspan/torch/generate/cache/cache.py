@@ -147,8 +147,7 @@ class RingCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the last ``-tokens_to_remove`` tokens; positive before transformers 5.20: the length to keep.
 
-        Raises:
-            UnsupportedError: more tokens than there are, a layer with a state or dropped keys, or an incomplete cache.
+        UnsupportedError for more tokens than there are, a layer with a state or dropped keys, or an incomplete cache.
         """
         self.check_complete()
         if self.stateful:

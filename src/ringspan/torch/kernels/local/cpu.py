@@ -24,11 +24,7 @@ def is_slow_at(tiles: tuple[Tile, ...], q: Tensor) -> bool:
 
 
 class CpuFlash:
-    """``aten::_scaled_dot_product_flash_attention_for_cpu``, which returns the log-sum-exp, and its backward.
-
-    Its causal triangle starts at the top left corner; anticausal tiles run mirrored. It knows one head size, so smaller
-    ones get zeros (MLA: 192 and 128).
-    """
+    """``aten::_scaled_dot_product_flash_attention_for_cpu``; mirrors anticausal tiles, pads heads to one size."""
 
     name = "cpu"
     memory = Memory()

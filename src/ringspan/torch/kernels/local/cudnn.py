@@ -22,10 +22,7 @@ _FEWEST: Final = 2  # rows and keys: the operator has no backward for one of the
 
 
 class Cudnn:
-    """``aten::_scaled_dot_product_cudnn_attention`` and its backward, since torch 2.11.
-
-    An anticausal tile runs mirrored, other bands as squares. ``eager`` takes a single row or key: it has no backward.
-    """
+    """``aten::_scaled_dot_product_cudnn_attention``, since torch 2.11; it has no backward for a single row or key."""
 
     name = "cudnn"
     memory = FOR_TENSOR_CORES

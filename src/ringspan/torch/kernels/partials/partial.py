@@ -61,10 +61,7 @@ class Partial:
 
 
 class Deferred:
-    """Partial of a 16-bit result, whose rows are summed in float32 from all waiting partials and written once.
-
-    If too many wait, or come in float32, they add up first, so that memory does not grow with the ranks.
-    """
+    """16-bit result, written once from float32 sums of waiting partials; if too many wait, they add up first."""
 
     def __init__(self, out: Tensor, lse: Tensor) -> None:
         self._result, self._lse, self._count = out, lse, out.shape[2]

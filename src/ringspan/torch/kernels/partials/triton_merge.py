@@ -59,7 +59,7 @@ def merge_many(
 ) -> None:
     """Write the merge of partials in any dtypes into (out, lse), in float32 registers; see ``merge.merge_many``.
 
-    Shapes: (B, H, rows, E) with a contiguous last dimension, and (B, H, rows) in float32, with any other strides.
+    Out (B, H, rows, E) has a contiguous last dimension, lse (B, H, rows) is float32; any other strides.
     """
     assert lse.dtype == torch.float32
     while len(partials) > MAX_PARTIALS:

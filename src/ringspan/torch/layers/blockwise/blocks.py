@@ -25,11 +25,7 @@ def run_in_blocks(
     from_tokens: int = 0,
     recorder: RouterRecorder | None = None,
 ) -> None:
-    """Run token-wise modules on ``chunk_tokens`` tokens at a time, forward and backward, in place.
-
-    Fewer than ``from_tokens`` run at once. ``option`` is the user's name of ``chunk_tokens``; ConfigError below one.
-    ``recorder`` gets the routers' scores of all tokens.
-    """
+    """Run token-wise modules on ``chunk_tokens`` at a time, in place, from ``from_tokens``; ConfigError below 1."""
     check_whole(option, chunk_tokens, otherwise="; 0 is for none")
     for module in dict.fromkeys(modules):  # layers may share one
         mix_in(
@@ -150,10 +146,9 @@ class Blockwise:
 
 
 class _Recomputed(torch.autograd.Function):
-    """Identity on hidden states that recomputes the blocks in backward.
+    """Identity that recomputes the blocks in backward; the computation, ``_Computed``, follows it.
 
-    The computation (``_Computed``) follows: a checkpointed layer's recomputation ends at its last kept tensor, usually
-    the feed-forward's input, so the feed-forward runs twice, not three times.
+    A checkpointed layer's recomputation ends here, so the feed-forward runs twice, not three times.
     """
 
     @staticmethod

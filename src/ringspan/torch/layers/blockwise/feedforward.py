@@ -21,11 +21,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 def free_feedforwards(view: ModelView, *, checkpointed: bool, logs: bool = True) -> list[nn.Module]:
-    """Return the feed-forwards if running them in blocks of ``FREE_CHUNK_TOKENS`` is nearly free; else none.
-
-    A checkpointed layer recomputes its feed-forward anyway, unless it keeps a tensor after it (a norm's input): then
-    blocks would be computed a third time. ``logs`` the reason for declining.
-    """
+    """Return the feed-forwards if blocks of ``FREE_CHUNK_TOKENS`` are nearly free (checkpointed layers), else none."""
     if not checkpointed:
         return []
     try:
@@ -42,13 +38,9 @@ def free_feedforwards(view: ModelView, *, checkpointed: bool, logs: bool = True)
 
 
 def find_feedforwards(view: ModelView) -> list[nn.Module]:
-    """Return each decoder layer's feed-forward, in order, for ``run_in_blocks``.
+    """Return each decoder layer's feed-forward, tried out: token-wise (B, T, C) -> (B, T, C), also mixtures of experts.
 
-    It takes only hidden states (B, T, C), keeps their shape and treats tokens separately, tried out on made-up ones:
-    MLPs, gated MLPs and mixtures of experts that drop no token. A mixture's router scores are recorded in the blocks.
-
-    Raises:
-        UnsupportedError: a layer has none, or with dropout; the message says why each submodule is excluded.
+    UnsupportedError, with why each submodule is excluded, for a layer without one, or with dropout.
     """
     verdicts: dict[Any, str] = {}  # layers of one kind share their code: one of each is tried
     found: list[nn.Module] = []
@@ -98,10 +90,7 @@ class _Tried(Exception):
 
 
 def _why_not_free(view: ModelView, feedforwards: list[nn.Module]) -> str:
-    """Return why blocks are expensive or impossible, found by running the first layer; empty if they are free.
-
-    A layer is recomputed up to the last tensor it keeps; if none follows its feed-forward, blocks cost nothing extra.
-    """
+    """Return why blocks are expensive, found by running the first layer: it keeps a tensor after its feed-forward."""
     decoder, layers = view.decoder, [*view.layers.values()]
     layer = layers[0]
     name, feedforward = next((name, child) for name, child in layer.named_children() if child in feedforwards)

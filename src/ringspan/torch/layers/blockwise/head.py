@@ -82,11 +82,8 @@ def called_cross_entropy(
 ) -> Tensor:
     """Compute ``blockwise_cross_entropy`` of ``head(hidden)`` by calling the head on ``chunk_tokens`` tokens at a time.
 
-    ``head`` maps (1, n, C) to (1, n, V), each token by itself; hooks see each block twice if there is a backward pass,
-    with the same dropout. Gradients go to ``hidden`` and every parameter that a block's logits depend on.
-
-    Raises:
-        UnsupportedError: ``chunk_vocabulary``, or a head that uses an earlier result which needs a gradient.
+    ``head``: (1, n, C) -> (1, n, V), token by token; hooks see each block again in backward, with the same dropout.
+    UnsupportedError for ``chunk_vocabulary``, or a head that uses an earlier result which needs a gradient.
     """
     refuse_blocks_of_vocabulary(head, options.chunk_vocabulary)
     blocks = _Blocks(head, targets, options, hidden.device)

@@ -35,10 +35,7 @@ _OVER_CACHE: Final = ("use_cache", *NAMES, "logits_to_keep")
 def register_attention(
     decoder: str, ring: dist.ProcessGroup, kinds: tuple[LayerKind, ...], config: StepConfig, *, is_indexed: bool = False
 ) -> str:
-    """Register this ring as an attention implementation for a kind of decoder and return its name.
-
-    A layer of another kind than the config's ``kinds`` is refused. Indexes of ``is_indexed`` decoders get no mask.
-    """
+    """Register this ring as an attention implementation for a decoder of these kinds of layers; return its name."""
     masked: set[int | None] = set()  # windows of the masks that the decoder has made, None for one without
 
     def attend(
@@ -198,10 +195,7 @@ def _rows(packed: Packed | None, length: int, kind: LayerKind, config: StepConfi
 def _kind_of_layer(
     module: Any, kinds: Sequence[LayerKind], asked: int | Unsaid | None, masked: Container[int | None]
 ) -> LayerKind:
-    """Return an attention module's kind by its config, if module and masks agree; else raise UnsupportedError.
-
-    On one process a window comes from the mask: some models do not pass it on, some make no such mask (Moshi).
-    """
+    """Return a module's kind by its config; UnsupportedError if module or masks disagree (some pass no window on)."""
     if hasattr(module, "ring_kind"):  # a compiled layer's, whose program is that of all layers of the kind
         kind = module.ring_kind
     else:
