@@ -44,9 +44,8 @@ def from_pretrained(
 ) -> PreTrainedModel:
     """``parallelize(AutoModelForCausalLM.from_pretrained(folder_or_id), mesh)``, for models that no host can hold.
 
-    Each rank reads its slices from the safetensors files; ranks that keep the same slice receive it from the first of
-    them. In addition to its shards a rank holds one tensor at a time, or one layer while a feed-forward is tried out.
-    The tensors equal transformers', bit for bit; those that the model has no place for are logged.
+    Each rank reads its slices from the safetensors files, bit for bit, or receives one that ranks share from the first
+    of them. In addition to its shards it holds one tensor at a time, or one layer while a feed-forward is tried out.
 
     Args:
         folder_or_id: a folder that ``save_pretrained`` wrote, or an id of the Hub, which is downloaded to its cache.
@@ -58,17 +57,16 @@ def from_pretrained(
         subfolder: with the config and the weights.
         variant: part of the names of the files, ``fp16`` for ``model.fp16.safetensors``.
         trust_remote_code: whether Python files of the folder may be run.
-        model_class: transformers' auto class. Default: ``AutoModelForCausalLM`` if it has one; of a model that sees, it
-            may create only the language model: pass ``AutoModelForMultimodalLM``.
-        quantization_config: a ``BitsAndBytesConfig``, to pack projections in 4 or 8 bits as they are read, one at a
-            time: the same numbers as transformers'. ``adapt`` gives them adapters.
-        adapt: changes the model before it is split, for example ``lambda model: get_peft_model(model, config)``. Its
-            weights have shapes and dtypes then; computations on them run when they are read.
+        model_class: transformers' auto class; default ``AutoModelForCausalLM`` if the model has one, which may be only
+            the language part of one that sees: pass ``AutoModelForMultimodalLM``.
+        quantization_config: a ``BitsAndBytesConfig``, to pack projections in 4 or 8 bits as they are read, with
+            transformers' numbers. ``adapt`` gives them adapters.
+        adapt: changes the model before it is split, ``lambda model: get_peft_model(model, config)``; its weights have
+            shapes and dtypes then, and computations on them run when they are read.
         options: those of ``parallelize``.
 
     Raises:
-        ConfigError: no weights in safetensors; files are missing, cut or damaged; tensors are missing or have another
-            shape than the model's; by name, on every rank.
+        ConfigError: no weights in safetensors; files missing, cut or damaged; tensors missing or misshapen; by name.
         TypeError: an option that ``parallelize`` does not have.
         UnsupportedError, LayoutError, PeerMismatch: as ``parallelize``, and if ranks read different files.
     """

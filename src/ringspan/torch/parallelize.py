@@ -84,49 +84,45 @@ def parallelize(
     """Put a decoder-only causal LM of transformers on the ring, in place; feed it what ``shard_batch`` returns.
 
     Attention becomes ``ring_attention`` over ``mesh["ring"]``; parameters, gradients and optimizer state are sharded
-    over the ring and replicated over ``mesh["replicate"]`` (FSDP2); gradients are summed over all ranks, in float32. An
-    axis ``tp`` first splits heads, feed-forward and vocabulary (``ringspan.torch.tensor_parallel.split``).
-    ``model(**batch).loss`` is the loss of the whole batch on every rank: the sum over all valid targets over their
-    count (``num_items_in_batch`` counts over several batches, for gradient accumulation). Without labels
-    ``model(**batch)`` gives the local logits (B, T, V).
+    over it and replicated over ``mesh["replicate"]`` (FSDP2); gradients are summed over all ranks, in float32. An axis
+    ``tp`` first splits heads, feed-forward and vocabulary (``ringspan.torch.tensor_parallel.split``).
+    ``model(**batch).loss`` is the whole batch's on every rank, summed over all targets and divided by their count, or
+    by ``num_items_in_batch`` for gradient accumulation; without labels, ``model(**batch)`` gives the local logits (B,
+    T, V).
 
-    The loss of other models is yours: sequence classifiers (``AutoModelForSequenceClassification``) give logits (B,
-    labels) on every rank, token classifiers the local tokens'. A decoder without a head (``AutoModel``), by itself or
-    inside a ``PreTrainedModel`` of yours that otherwise treats each token by itself, takes ``shard_features``' output
-    as ``inputs_embeds`` and gives local hidden states, see ``global_sum``.
-
-    A PEFT model (``get_peft_model``) comes back wrapped, and saves its adapter (``ringspan.torch.model.adapters``).
-    Changes that are not possible afterwards raise (``ringspan.torch.consistency.fixed``).
+    Other models leave the loss to you: sequence classifiers (``AutoModelForSequenceClassification``) give logits (B,
+    labels) on every rank, token classifiers the local tokens'. A decoder without a head (``AutoModel``), alone or in a
+    ``PreTrainedModel`` of yours that otherwise treats each token by itself, takes ``shard_features``' output as
+    ``inputs_embeds`` and gives local hidden states, see ``global_sum``. A PEFT model (``get_peft_model``) comes back
+    wrapped, and saves its adapter. Later changes that are not possible raise (``ringspan.torch.consistency.fixed``).
 
     Args:
-        model: any model whose attention goes through transformers' AttentionInterface, on any device: its shards go to
-            the mesh's devices layer by layer. One larger than a host: ``from_pretrained``. One on the meta device gets
-            its weights afterwards (``to_empty``, then ``set_model_state_dict`` of ``torch.distributed``).
+        model: any model whose attention goes through transformers' AttentionInterface, on any device; its shards move
+            layer by layer. One larger than a host: ``from_pretrained``. One on the meta device gets its weights
+            afterwards (``to_empty``, then ``set_model_state_dict`` of ``torch.distributed``).
         mesh: from ``init_mesh``, or with torchtitan's and accelerate's names (``dp_replicate``, ``cp`` or ``sp``,
             ``tp``); see ``map_mesh`` for others.
-        layout: how sequences are split; ``shard_batch`` needs the same. ``balanced`` makes one for the documents of
-            each batch (``ringspan.balanced``).
+        layout: as for ``shard_batch``; ``balanced`` makes one for each batch's documents (``ringspan.balanced``).
         route: how keys and values get to other ranks, see ``ring_attention``.
         comm_dtype: their dtype in messages, see ``ring_attention``; ``exact`` changes nothing.
         kernel: what computes attention on each device, see ``ring_attention``.
-        checkpoint: what layers keep for backward, see ``checkpoint_layers``.
-        layers_per_checkpoint: consecutive layers that keep only the first one's input, see ``checkpoint_layers``.
+        checkpoint: what layers keep for backward: ``full`` the input, ``attention`` also attention, ``none`` all.
+        layers_per_checkpoint: consecutive layers that keep only the first one's input.
         loss_chunk_tokens: tokens whose logits exist at once.
-        loss_chunk_vocabulary: vocabulary entries whose logits exist at once, all if None; see
-            ``blockwise_cross_entropy``.
+        loss_chunk_vocabulary: vocabulary entries whose logits exist at once, all if None.
         z_loss: factor on the squared log-sum-exp of the logits.
         label_smoothing: share of each target that is spread over the vocabulary.
-        feedforward_chunk_tokens: tokens that a feed-forward computes at once, see ``find_feedforwards``; 0 for all.
-            ``auto`` takes 4,096 if nearly free: in checkpointed layers whose feed-forward can be cut and comes last.
-        norm_chunk_tokens: tokens that a norm computes at once, see ``find_norms``; 0 for all. ``auto`` takes 4,096 if
-            layers are checkpointed, for 16,384 local tokens and more.
-        offload: where checkpointed tensors wait for backward, see ``checkpoint_layers``.
+        feedforward_chunk_tokens: tokens that a feed-forward computes at once; 0 for all. ``auto`` takes 4,096 if nearly
+            free: in checkpointed layers whose feed-forward can be cut and comes last.
+        norm_chunk_tokens: tokens that a norm computes at once; 0 for all. ``auto`` takes 4,096 if layers are
+            checkpointed, for 16,384 local tokens and more.
+        offload: ``activations`` wait for backward in host memory (CUDA) or memory-mapped files (CPU).
         compute_dtype: dtype that layers compute in (parameters keep theirs); the parameters' own when None.
         compile: make each layer a torch.compile program, when it first runs; a name chooses another backend than
             ``inductor``. Not with ``offload``, ``layers_per_checkpoint`` or blocks of feed-forwards and norms.
         watchdog: connect the ranks by a port of their own, and end this process, naming the awaited rank, when a rank
             dies or misses a call until the process group's time-out. Otherwise the wait ends as torch ends it, and a
-            line names the ranks that did not come (``ringspan.torch.consistency.loop_watch``).
+            line names the missing ranks.
 
     Raises:
         UnsupportedError: the model or its config asks for something that would not be exact.

@@ -115,12 +115,8 @@ def make_schedule(
 ) -> Schedule:
     """Return one rank's schedule; pure, so that every rank knows the others' parts.
 
-    Args:
-        layout: of the queries; with Ulysses groups, theirs (``Layout.grouped``).
-        mask: allowed pairs; positions from a layout's length on neither see nor are seen.
-        rank: whose schedule.
-        key_layout: of the keys, for cross-attention; ``layout`` if None.
-        route: the order of visits, without Ulysses groups.
+    ``layout`` is of the queries, with Ulysses groups theirs (``Layout.grouped``); ``key_layout``, for cross-attention,
+    of the keys. Positions from a layout's length on neither see nor are seen.
 
     Raises:
         UnsupportedError: an unknown route.

@@ -53,31 +53,26 @@ def ring_attention(
 ) -> Tensor:
     """Compute exact attention of local queries to the keys of all ranks; differentiable and collective.
 
-    On the gathered tensors it equals, also for GQA and autocast,
-    ``scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)``; a
-    query that may see nothing gives 0.
+    Equals ``scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=True)`` on gathered tensors,
+    also for autocast; a query that may see nothing gives 0.
 
     Args:
-        q: local queries (B, H, T, D), in the order of the layout. float32, float64 or bfloat16; float16 on CUDA.
-        k: local keys (B, G, T', D), G dividing H; they travel unrepeated.
-        v: local values (B, G, T', E).
-        mask: allowed pairs of global positions; causal when None. Text is read by ``Mask.parse``.
+        q: (B, H, T, D), in the order of the layout; float32, float64 or bfloat16, float16 on CUDA.
+        k: (B, G, T', D), G dividing H.
+        v: (B, G, T', E).
+        mask: allowed pairs of global positions, or text for ``Mask.parse``; causal when None.
         layout: how positions are split. A name means N x T tokens; pass a ``Layout`` for padding at the end.
         key_layout: of another sequence's keys (cross-attention); default: the queries'.
-        group: the ring, or a mesh of that one dimension; default: the default group, or a single rank without
-            torch.distributed.
+        group: the ring, or its 1-D mesh; default: the default group, or a single rank without torch.distributed.
         scale: factor on the scores; ``D ** -0.5`` when None.
         softcap: c > 0 turns a scaled score s into ``c tanh(s / c)`` (Gemma 2).
-        slopes: ALiBi (Press et al. 2022): ``slope_h |p - p'|`` of the global positions is subtracted from a score.
-            (H,), float32, not differentiated.
-        sinks: logits (H,) without value that take their share of every row's softmax (gpt-oss). Their gradient covers
-            the local rows; sum it over the ranks as for any parameter.
-        route: ring, bidirectional, double-ring:I, all-gather, pass-q, ulysses or ulysses:U (``core.schedule.route``);
-            the result is the same. ``auto`` takes the quickest by ``core.schedule.choice`` and logs why.
-        comm_dtype: of keys and values in messages: exact, bfloat16, float8 or int8 (``torch.attention.comm_dtype``).
+        slopes: (H,), float32, for ALiBi (Press et al. 2022): scores less ``slope_h |p - p'|``; not differentiated.
+        sinks: logits (H,) without value in every row's softmax (gpt-oss). Sum their gradient over the ranks.
+        route: ring, bidirectional, double-ring:I, all-gather, pass-q, ulysses or ulysses:U (``core.schedule.route``),
+            with equal results; ``auto`` takes the quickest by ``core.schedule.choice`` and logs why.
+        comm_dtype: of keys and values in messages: exact, bfloat16, float8 or int8.
         gradient_comm_dtype: of dk and dv in messages: exact (float32) or bfloat16.
-        kernel: cudnn, flash, flash2, flash3, flash4, cpu, eager (``torch.kernels``), or ``auto``, the fastest that
-            serves. One that cannot serve raises.
+        kernel: cudnn, flash, flash2, flash3, flash4, triton, cpu or eager; ``auto`` is the fastest that serves.
 
     Returns:
         The local part of the result (B, H, T, E), in q's dtype, or autocast's.

@@ -49,29 +49,26 @@ def shard_batch(
 ) -> dict[str, Any]:
     """Return this rank's part of a Hugging Face batch, ready for a model that ``parallelize`` prepared.
 
-    Ranks of one ring pass the same whole batch; replicas pass different ones. Labels are shifted before the
-    permutation, so that each token knows its true successor; padding gets the label -100 and comes last, unseen by real
-    tokens.
+    Ranks of one ring pass the same whole batch, replicas different ones. Labels are shifted here, before the
+    permutation; padding gets the label -100 and comes last, unseen by real tokens.
 
     Args:
-        batch: ``input_ids`` (B, S) and optionally ``labels`` (B, S), unshifted, or ``shift_labels`` (B, S), the target
-            of token i in entry i, or -100; an ``attention_mask`` (B, S), 0 for padding left or right of tokens or for
-            whole rows, which may not predict a target; ``position_ids`` (B, S) or (S,) that count up, from 0 for each
-            packed document; the keys of flattened batches of one row (transformers', TRL's): ``cu_seq_lens_q`` and
-            ``cu_seq_lens_k`` (documents + 1,), ``max_length_q`` and ``max_length_k``, ``seq_idx`` (1, S). Images and
-            videos, whole and best left on the CPU, by the names of transformers' processors (``pixel_values``,
-            ``image_grid_thw``, ...), for the models in docs/multimodal.md. Entries that are None are left out.
+        batch: ``input_ids`` (B, S); ``labels`` (B, S), unshifted, or ``shift_labels``, with token i's target in entry i
+            or -100; ``attention_mask`` (B, S), 0 for padding left or right of tokens or whole rows, without targets;
+            ``position_ids`` (B, S) or (S,), from 0 for each packed document; of flattened batches (transformers, TRL)
+            ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (documents + 1,), ``max_length_q`` and ``max_length_k``, ``seq_idx``
+            (1, S). Images and videos of docs/multimodal.md by the names of transformers' processors (``pixel_values``,
+            ``image_grid_thw``, ...), best on the CPU. None entries are left out.
         mesh: the mesh of the model.
         layout: as given to ``parallelize``. ``balanced`` makes one for the documents of each sequence.
         device: of the result; that of ``input_ids`` if None.
 
     Returns:
-        ``input_ids``, ``position_ids`` (int32) and, given labels, ``shift_labels``, each (B, T). For packed documents
-        ``document_lengths`` (B, most documents), 0 after the last one; padding on the left is a document too, counted
-        in positions with the tokens after it, as in transformers, unless the batch sets others. ``real_tokens`` (B, T)
-        if an ``attention_mask`` marks padding, which routers of experts do not count. ``sequence_length``, of the
-        longest document or whole rows, on the CPU. ``batch_digest`` (4,) of tokens, targets, documents and padding (a
-        fifth: ``media``, if any) and ``layout_digest``, to check that ranks got the same batch and the model's layout.
+        ``input_ids``, ``position_ids`` (int32) and, given labels, ``shift_labels``, each (B, T); ``document_lengths``
+        (B, most documents), 0 after the last one, if packed or padded on the left, where padding is a document counted
+        with the tokens after it; ``real_tokens`` (B, T) if there is padding, for expert routers; ``sequence_length``,
+        of the longest document or row, on the CPU; ``media``; ``batch_digest`` of tokens, targets, documents, padding
+        (and ``media``) and ``layout_digest``, to check that ranks got the same batch, and the model's layout.
 
     Raises:
         UnsupportedError: keys, masks or positions that cannot be honoured, by name.

@@ -43,9 +43,9 @@ def blockwise_cross_entropy(
         cross_entropy(logits, targets, ignore_index=-100, reduction="sum", label_smoothing=label_smoothing)
             + z_loss * (lse ** 2).sum()
 
-    The sum's gradients are computed with it, so one backward pass consumes them; the weight's adds up in float32. With
-    several blocks of vocabulary, or ``reduction="none"`` (then in backward), logits are computed twice. In addition to
-    the gradient of ``hidden`` it holds ``ringspan.core.costs.loss_bytes``, for any T.
+    The sum's gradients are computed with it, for one backward pass. With several blocks of vocabulary, or
+    ``reduction="none"``, logits are computed twice. It holds the gradient of ``hidden`` and
+    ``ringspan.core.costs.loss_bytes``, for any T.
 
     Args:
         hidden: (T, C); weight (V, C); targets (T,) int64, -100 for none; bias (V,).
@@ -55,18 +55,16 @@ def blockwise_cross_entropy(
         label_smoothing: share of the target that is spread over the vocabulary, as in torch.
         logit_scale: factor on the head's output (Cohere, Granite).
         softcap: largest logit (Gemma 2).
-        impl: ``blockwise``; ``liger``, Liger's fused kernel, which chooses its own blocks; ``auto`` takes Liger's on
-            CUDA if installed.
-        group: ranks that share the vocabulary, each with the same hidden and targets, and an equal share of weight and
-            bias in rank order. Each gets the whole loss, and its part of hidden's gradient, to be summed.
+        impl: ``blockwise``; ``liger``, Liger's fused kernel, which chooses its blocks; ``auto``: Liger's if it can.
+        group: ranks with equal hidden and targets, and each an equal share of the vocabulary, in rank order. Each gets
+            the whole loss, and its part of hidden's gradient, to be summed.
         reduction: ``sum``; or ``none`` for the loss of each token, not with Liger's.
 
     Returns:
         A scalar, or (T,) without a reduction, in float32, or in float64 when hidden is; 0 if no token has a target.
 
     Raises:
-        ConfigError: an option outside of its range, or ``impl="liger"`` without installation, CUDA, the whole
-            vocabulary or a reduction.
+        ConfigError: an option out of range, or ``impl="liger"`` where Liger is missing or cannot serve.
         UnsupportedError: a target outside the vocabulary; shapes, dtypes or devices that do not fit.
         PeerMismatch: the ranks of the group have other shapes, dtypes or options; on every rank.
 

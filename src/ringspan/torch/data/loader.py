@@ -46,7 +46,7 @@ def sampler(
     """Return the sampler of this rank's replica, equal on all ranks of its ring.
 
     Args:
-        dataset: anything with a length; every rank has the same one.
+        dataset: anything with a length, the same on every rank.
         mesh: as ``parallelize`` takes.
         shuffle: take another order in each epoch, from the seed.
         seed: the same on every rank.
@@ -73,9 +73,7 @@ def loader(
     drop_last: bool = False,
     **options: Any,
 ) -> DataLoader[Any]:
-    """Return a DataLoader whose batches are equal on a ring and differ between replicas; pass them to ``shard_batch``.
-
-    Random draws of its workers follow the same rule.
+    """Return a DataLoader whose batches are equal on a ring and differ between replicas, as its workers' random draws.
 
     Args:
         dataset: with a length, see ``sampler``; or iterable: replica r of R takes examples r, r + R, ... until one

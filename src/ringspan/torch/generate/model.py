@@ -126,16 +126,15 @@ class RingGenerator(RingCausalLM):
     def generate(self: Any, *args: Any, weights: str = "auto", **kwargs: Any) -> Any:
         """Run ``transformers.GenerationMixin.generate`` on every rank: whole prompt in, whole text out.
 
-        In float32 the tokens equal one process's. Greedy, sampling, beams, assisted decoding, processors, streamers and
-        ``past_key_values`` from ``new_cache()`` are transformers' own. Ranks use the first rank's random numbers and
-        clock. Replicas may have their own prompts. ``weights``: ``whole`` keeps all weights gathered on each rank,
-        ``sharded`` gathers them for every token, ``auto`` is ``whole`` if they fit with the cache.
+        In float32 the tokens equal one process's, by the first rank's random numbers and clock. Greedy, sampling,
+        beams, assisted decoding, processors, streamers and ``past_key_values`` from ``new_cache()`` are transformers'
+        own. Replicas may have their own prompts. ``weights``: ``whole`` on each rank, ``sharded`` and gathered for
+        every token, or ``auto``, whole if they fit with the cache.
 
         Raises:
             UnsupportedError: a foreign cache, hidden states, embeddings for a prompt; padding or an assistant for
                 layers with states; a model with its own cache for states.
-            PeerMismatch: ranks were given different things, or user code (criterion, processor, streamer) raised on
-                another rank; on every rank.
+            PeerMismatch: ranks were given different things, or user code raised on another rank; on every rank.
         """
         refuse_states(self)
         plain = super().generate  # pyright: ignore[reportAttributeAccessIssue]

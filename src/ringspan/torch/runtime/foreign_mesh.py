@@ -40,8 +40,8 @@ def ring_mesh(mesh: Any) -> DeviceMesh:
 def map_mesh(mesh: DeviceMesh, *, ring: Names, replicate: Names = None, tp: Names = None) -> DeviceMesh:
     """Return a mesh with ``init_mesh``'s axes over the ranks of another one; call it on every rank.
 
-    Not needed for ``dp_replicate``, ``cp``, ``sp`` and ``tp`` (torchtitan, accelerate), which every function
-    recognises. Process groups are the mesh's; one is created if two axes become one.
+    Every function recognises ``dp_replicate``, ``cp``, ``sp`` and ``tp`` (torchtitan, accelerate) without it. Process
+    groups are the mesh's; one is created if two axes become one.
 
     Args:
         mesh: of any names and order. A part of one, as ``mesh["data", "context"]``, leaves axes out.
@@ -50,8 +50,7 @@ def map_mesh(mesh: DeviceMesh, *, ring: Names, replicate: Names = None, tp: Name
         tp: axes that split heads and features.
 
     Raises:
-        ConfigError: a name that is not an axis or is given twice, an axis of two or more ranks without a role, or ranks
-            that do not ascend along an axis.
+        ConfigError: no such axis, one given twice, one of two or more ranks without a role, or descending ranks.
     """
     sizes = dict(zip(_names(mesh), mesh.shape, strict=True))
     check_order(mesh)

@@ -56,12 +56,12 @@ def launch(
 ) -> list[Any]:
     """Run ``function(*args)`` on ``num_ranks`` local processes that form the default process group; results by rank.
 
-    The ranks meet through a file and talk over loopback, with ``threads`` CPU threads each (an equal share of the cores
-    when None) and a CUDA device each. If a rank dies, all are restarted, at most ``max_restarts`` times, but not after
-    a refusal. A stop signal is forwarded to the ranks with ``forward_signals``, and a second SIGINT kills them;
-    otherwise the first one ends them. ``thrifty`` ranks return the memory of large tensors at once, on Linux with
-    glibc, unless GLIBC_TUNABLES is set. On Linux without CUDA ranks are forks of one process, which lives as long as
-    this one, in the environment and with the imports of the first launch: a rank starts in a tenth of a second.
+    Ranks meet through a file and talk over loopback, with ``threads`` CPU threads (default: an equal share of the
+    cores) and a CUDA device each. If one dies, all are restarted, at most ``max_restarts`` times, but not after a
+    refusal. A stop signal is forwarded to the ranks with ``forward_signals``, and a second SIGINT kills them; otherwise
+    the first one ends them. ``thrifty`` ranks free large tensors' memory at once (glibc, unless GLIBC_TUNABLES is set).
+    On Linux without CUDA ranks fork, in a tenth of a second, from one process with the first launch's environment and
+    imports.
 
     Raises:
         ConfigError: fewer than one rank, more than ``MOST_RANKS``, or more than CUDA devices when there are any.

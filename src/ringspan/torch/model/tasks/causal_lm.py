@@ -106,11 +106,11 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
         """Map local tokens (B, T) and positions to the global loss, or to local logits without labels.
 
         ``document_lengths`` (B, documents), padded with 0: tokens see only their own document, positions count within
-        it. ``sequence_length`` is the longest document's without padding; with it if None. ``output_router_logits``,
-        from the config when None: the loss includes the auxiliary loss over all ranks' ``real_tokens`` (B, T), all but
-        the layout's padding when None. ``media`` are the whole batch's images. ``kwargs`` has at most ``ring_asked``:
-        log-probabilities (B, S) for ``token_logprobs``, or a ``PerToken``. ``labels`` and ``attention_mask`` raise in
-        ``__call__``; Trainer keeps the data columns named here, and ``shard_batch`` takes both.
+        it. ``sequence_length``: of the longest document. ``output_router_logits``, from the config when None, adds the
+        auxiliary loss over all ranks' ``real_tokens`` (B, T), all but the layout's padding when None. ``media`` are the
+        whole batch's. ``ring_asked`` in ``kwargs``: log-probabilities for ``token_logprobs``, or a ``PerToken``.
+        ``labels`` and ``attention_mask`` raise in ``__call__``; Trainer keeps the data columns named here, and
+        ``shard_batch`` takes both.
 
         Raises:
             UnsupportedError: an argument that a ring does not honour or no model has, or a config changed since

@@ -171,8 +171,8 @@ def shard_features(
     Every rank of a ring passes the same whole features; replicas pass different ones.
 
     Args:
-        features: tensors (B, S, ...) of one B and S: observations, actions, targets. Include a mask of ones: padding is
-            0 everywhere, and must be left out of the loss.
+        features: tensors (B, S, ...) of one B and S: observations, actions, targets, and a mask of ones: padding, 0
+            everywhere, must be left out of the loss.
         mesh: from ``init_mesh``.
         layout: as given to ``parallelize``.
 

@@ -12,18 +12,16 @@ from ringspan.torch.model.tasks.causal_lm import Asked, RingCausalLM
 def token_logprobs(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     """Compute the log-probability of each target of a batch, on every rank of its ring, in the whole batch's order.
 
-    Equals, for the whole batch on one process,
+    Equals, for the whole batch on one process but without whole logits,
 
         logits = model(input_ids, attention_mask, position_ids).logits.float()
         targets = shift_labels or labels, shifted                       # (B, S), -100 for none
         where(targets == -100, 0, log_softmax(logits, -1).gather(-1, targets))
 
-    in the loss's blocks, computed again in backward. Entry i belongs to token i's target, token i + 1; 0 without one
-    (masked, padding, the last), so a row's sum is the log-probability of its unmasked tokens.
-
-    Differentiable. All ranks of a ring compute the same value from it, whose gradients count once, as with the loss,
-    and are summed over replicas, which have their own rows: a mean divides by the examples of all replicas. Without
-    training terms (``z_loss``, ``label_smoothing``, auxiliary router loss).
+    Entry i belongs to the target of token i, which is token i + 1; a row's sum is the log-probability of its unmasked
+    tokens. All ranks of a ring compute the same value from the result, whose gradients count once and are summed over
+    replicas, which have their own rows: a mean divides by the examples of all replicas. ``z_loss``, ``label_smoothing``
+    and the auxiliary router loss are left out.
 
     Args:
         model: from ``parallelize``.
