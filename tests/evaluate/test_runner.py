@@ -76,7 +76,7 @@ def test_all_tasks_answer_as_one_process(folder, expected, tmp_path, ranks):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "is_of_bytes"), [(2, False), *long((1, False), (3, False), (1, True), (2, True), (3, True))]
+    ("ranks", "is_of_bytes"), long((2, False), (1, False), (3, False), (1, True), (2, True), (3, True))
 )
 def test_common_words_are_those_of_one_process(folder, expected, tmp_path, ranks, is_of_bytes):
     """With a token a word in short, and a token a byte."""

@@ -88,6 +88,7 @@ def test_a_loop_equals_one_process(world, sizes):
         assert relative(found[0][2][name], weight.detach()) < 1e-5, name
 
 
+@pytest.mark.long
 def test_a_loop_that_splits_its_batches_equals_one_process(world):
     losses, norms, _ = one_process(2)
     for found_losses, found_norms, *_ in world(4).run(partial(loop, is_split=True), 4, {"ring": 2, "replicate": 2}):

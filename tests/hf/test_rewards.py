@@ -118,6 +118,7 @@ def logged(mesh: Any, ring: dict[str, Any] | None, folder: str, options: dict[st
     return sorted(pd.read_parquet(path)[names].to_numpy().tolist()) if trainer.accelerator.is_main_process else []
 
 
+@pytest.mark.long
 def test_completions_are_logged_once(world, tmp_path):
     expected = logged(None, None, str(tmp_path / "one"), {"per_device_train_batch_size": 4})
     first, *others = world(4).run(logged, 4, {}, str(tmp_path / "rings"), {}, replicate=2)

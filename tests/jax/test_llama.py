@@ -146,6 +146,7 @@ def test_the_modules_that_were_here_name_the_example(name):
         importlib.import_module(f"ringspan.jax.{name}")
 
 
+@pytest.mark.long
 def test_a_mesh_with_other_names_and_order_trains_alike(folders):
     """accelerate's names are recognised; others are said."""
     ours = init_mesh(dp=2, fsdp=2, sp=2)

@@ -15,6 +15,7 @@ def model(tmp_path):
     return str(tmp_path)
 
 
+@pytest.mark.long
 def test_it_writes_pictures_and_prints_one_object(monkeypatch, capsys, model, tmp_path):
     out = tmp_path / "out"
     options = ("--model", model, "--ranks", "2", "--length", "128", "--route", "auto", "--layers-per-checkpoint", "2")

@@ -46,7 +46,7 @@ def computed(layout, mask, key_layout=None, route="ring"):
 
 
 @given(layouts, masks, st.sampled_from(ROUTES))
-@examples(500)
+@examples(300)
 def test_each_allowed_pair_is_computed_exactly_once(layout, mask, route):
     assume(exists(route, layout.ranks))
     everywhere = np.arange(layout.padded_length)
@@ -64,7 +64,7 @@ def test_cross_attention_of_unequal_lengths(layout, mask, num_keys, route):
 
 
 @given(layouts | st.integers(1, 8).flatmap(custom_layouts), masks, st.sampled_from(ROUTES))
-@examples(300)
+@examples(200)
 def test_blocks_carry_needed_keys_and_gradients_arrive_once(layout, mask, route):
     assume(exists(route, layout.ranks))
     schedules = [make_schedule(layout, mask, rank, None, route) for rank in range(layout.ranks)]
@@ -107,7 +107,7 @@ def test_blocks_carry_needed_keys_and_gradients_arrive_once(layout, mask, route)
 
 
 @given(layouts | st.integers(1, 8).flatmap(custom_layouts), masks, st.sampled_from(ROUTES))
-@examples(300)
+@examples(200)
 def test_every_rank_computes_with_every_block_that_it_receives(layout, mask, route):
     assume(exists(route, layout.ranks))
     for rank in range(layout.ranks):

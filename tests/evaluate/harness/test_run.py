@@ -36,6 +36,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.long
 def test_the_first_rank_has_lm_evals_own_results(folder, tmp_path):
     """With names that have a wildcard, a template that refuses the system's part, and lm-eval's own examples."""
     from lm_eval import simple_evaluate

@@ -20,6 +20,7 @@ from benchmarks.tpu import both_passes, covered_messages, tpus
 from ringspan.core.names import LAYOUT_NAMES
 from ringspan.jax import attention, sharded_ring_attention
 from ringspan.jax.program import KEY_BITS, compile_pairs, compile_program
+from tests.cases import long
 from tests.core.strategies import masks
 from tests.fuzz import examples
 from tests.jax.rings import SPLIT, mesh
@@ -39,7 +40,7 @@ def test_any_mask_on_any_layout(short, mask, layout, ranks):
     ("layout", "ranks", "mask", "keys", "options"),
     [
         ("zigzag", 2, rs.causal(), None, {"scale": -0.5, "softcap": 1.5, "sinks": SINKS}),
-        ("contiguous", 2, rs.full(), 64, {"scale": -0.5}),
+        *long(("contiguous", 2, rs.full(), 64, {"scale": -0.5})),
     ],
     ids=["sinks and softcap", "cross-attention"],
 )
@@ -48,6 +49,7 @@ def test_it_computes_what_the_other_kernel_does(layout, ranks, mask, keys, optio
     check_same_as_xla("pallas", problem, layout, ranks, query_chunk=16, key_chunk=8, **options)
 
 
+@pytest.mark.long
 def test_bfloat16_is_as_good_as_the_other_kernel():
     check_as_good_as_xla("pallas", torch.bfloat16, 256, 64, query_chunk=32, key_chunk=32)
 

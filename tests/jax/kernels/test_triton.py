@@ -22,6 +22,7 @@ from ringspan.core.names import LAYOUT_NAMES
 from ringspan.gpu.table import GRAIN
 from ringspan.jax import sharded_ring_attention
 from ringspan.jax.program import compile_tables
+from tests.cases import long
 from tests.core.strategies import lengths, masks
 from tests.fuzz import examples
 from tests.jax import standins
@@ -49,8 +50,10 @@ def test_any_mask_on_any_layout(short, mask, layout, ranks):
     ("layout", "ranks", "mask", "keys", "options"),
     [
         ("zigzag", 2, rs.causal(), None, {"scale": -0.5, "softcap": 1.5, "sinks": np.array([0.3, -2.0], np.float32)}),
-        ("contiguous", 2, rs.full(), 40, {"scale": -0.5}),
-        ("striped", 1, rs.documents([9, 40, 11, 12]), None, {}),
+        *long(
+            ("contiguous", 2, rs.full(), 40, {"scale": -0.5}),
+            ("striped", 1, rs.documents([9, 40, 11, 12]), None, {}),
+        ),
     ],
     ids=["sinks and softcap", "cross-attention", "several blocks"],
 )

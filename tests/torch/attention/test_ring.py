@@ -309,7 +309,7 @@ vectors = st.tuples(*[st.sampled_from(list(VECTORS))] * 2)
     views=views,
     vectors=vectors,
 )
-@examples(200, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
+@examples(120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 def test_any_mask_on_any_layout(length, mask, layout, ranks, route, shape, **options):
     assume(fits(route, ranks, shape["heads"], shape["groups"]))
     assert max(Problem(length, mask, **shape, **options).errors(layout, ranks, route)) < FLOAT32_LIMIT

@@ -86,9 +86,12 @@ THREE = {"num_hidden_layers": 3}  # which one program serves
         ),
         pytest.param(  # layers of two kinds, sinks, experts
             *("gpt_oss", [batch_of(37)], {}, {}, 2),
-            marks=pytest.mark.skipif(
-                Version(transformers.__version__) < Version("5.23"), reason="experts on a CPU are no program there"
-            ),
+            marks=[
+                pytest.mark.long,
+                pytest.mark.skipif(
+                    Version(transformers.__version__) < Version("5.23"), reason="experts on a CPU are no program there"
+                ),
+            ],
         ),
     ],
 )

@@ -75,7 +75,7 @@ def load_and_ask(mesh: DeviceMesh, name: str, folder: Path, batch: int = 1, **op
 
 
 @pytest.mark.parametrize(
-    ("name", "others"), [("gpt_oss", (1, 3)), ("deepseek_v3", (3,)), *long(("llama4_text", (1, 2, 3)))]
+    ("name", "others"), [("gpt_oss", (1, 3)), *long(("deepseek_v3", (3,))), *long(("llama4_text", (1, 2, 3)))]
 )
 def test_loaded_on_other_ranks_it_goes_on_as_one_process_would(pool, tmp_path, name, others):
     folder = tmp_path / "book"
@@ -377,7 +377,7 @@ def over_all(mesh: DeviceMesh, name: str, dtypes: list[str], way: str, new: int 
 BOUNDS = {"float32": 1e-5, "bfloat16": 0.02, "fp8": 0.1, "int8": 0.03, "int4": 0.6}
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
+@pytest.mark.parametrize("name", ["gpt_oss", *long("llama")])
 def test_the_first_logits_are_within_a_bound(pool, name):
     """Of random weights, whose attention is sharper than a trained model's."""
     _, whole = over(models.model(name), None, "greedy", 1)
@@ -402,6 +402,7 @@ def costs(mesh: DeviceMesh, folder: Path) -> Any:
     return [model.cache_cost(models.prompt(700), dtype, scored=100) for dtype in ("float32", "int8", "int4")]
 
 
+@pytest.mark.long
 def test_the_cost_of_fewer_bits_is_measured(pool, tmp_path):
     pool.run(read_and_save, 2, "llama", tmp_path / "book")
     for same, int8, int4 in pool.run(costs, 2, tmp_path / "book"):
