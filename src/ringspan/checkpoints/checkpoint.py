@@ -1,4 +1,4 @@
-"""The only writer of checkpoints: each rank's shards as safetensors, a manifest with their digests, and one commit.
+"""The only writer of checkpoints: ranks' shards as safetensors, a manifest with digests, one commit.
 
 A save writes into ``step_N.tmp-*``, syncs every file, gathers a vote of all ranks, renames the folder to ``step_N`` and
 moves ``latest`` last; an interrupted save leaves the old state intact. A load reads slices, on any number of ranks.
@@ -41,7 +41,7 @@ _HEADROOM_BYTES: Final = 1 << 20  # headers, the manifest, and folders
 
 @dataclass(kw_only=True)
 class Found:
-    """The newest valid checkpoint, and the ones passed over with the reasons."""
+    """The newest valid checkpoint, and those passed over with reasons."""
 
     folder: Path | None = None
     manifest: Manifest | None = None
@@ -50,8 +50,6 @@ class Found:
 
 @dataclass(kw_only=True)
 class _Snapshot:
-    """The values of one step, copied to the CPU."""
-
     step: int
     chunks: dict[str, Chunk]
     whole: dict[str, tuple[str, tuple[int, ...]]]
@@ -65,10 +63,7 @@ class _Snapshot:
 
 
 class Checkpoints:
-    """The checkpoints of one run, in ``folder``; every rank makes one and calls its methods together.
-
-    One save at a time runs in a thread with its own process group, on a CPU copy of this rank's shards.
-    """
+    """A run's checkpoints; all ranks call each method. One save at a time, in a thread, from a CPU copy of shards."""
 
     def __init__(self, folder: Path, *, run_id: str, keep: int = 2, asynchronous: bool = True) -> None:
         self.folder, self.run_id = folder, run_id
@@ -94,11 +89,11 @@ class Checkpoints:
         mesh: Mapping[str, int],
         layout: str,
     ) -> CheckpointError | None:
-        """Start to save the current values, unless the step is saved; return the error of the previous save, if any.
+        """Start to save the current values, unless the step is saved; return the previous save's error, if any.
 
-        An existing checkpoint of that step is replaced only when this one is complete. ``shared`` are tensors of the
-        whole job, split or the same on every rank; ``own`` belong to this rank; ``state`` are JSON values, the same on
-        every rank; ``mesh`` and ``layout`` are for information.
+        An existing checkpoint is replaced when this one is complete. ``shared``: the job's tensors, split or the same
+        on every rank; ``own``: this rank's; ``state``: JSON values, the same on every rank; ``mesh`` and ``layout``:
+        for information.
         """
         # One save at a time: two would need twice the memory, and could commit in the other order.
         earlier = self.wait()
@@ -114,7 +109,7 @@ class Checkpoints:
         return earlier if self._asynchronous else self.wait() or earlier
 
     def wait(self) -> CheckpointError | None:
-        """Wait for the current save; return its error, if any. Each failure is returned once."""
+        """Wait for the current save; return its error, if any, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -122,11 +117,11 @@ class Checkpoints:
         return error
 
     def poll(self) -> CheckpointError | None:
-        """Return the result of ``wait``, or None while the save is running."""
+        """Return ``wait``'s result, or None while the save is running."""
         return None if self._thread is not None and self._thread.is_alive() else self.wait()
 
     def find(self) -> Found:
-        """Find the newest checkpoint whose manifest and shards verify. The ranks share the reading."""
+        """Find the newest checkpoint whose manifest and shards verify, sharing the reading."""
         candidates = self._together(f"{self.folder}: cannot be read", self._candidates)[0]
         found = Found()
         for name in candidates:
@@ -140,7 +135,7 @@ class Checkpoints:
         return found
 
     def check(self, folder: Path) -> Manifest:
-        """Verify one checkpoint and return its manifest. Errors are raised on all ranks."""
+        """Verify a checkpoint and return its manifest. Errors are raised on all ranks."""
 
         def work() -> str:
             nonlocal manifest
@@ -162,15 +157,11 @@ class Checkpoints:
     def load(
         self, folder: Path, manifest: Manifest, shared: Mapping[str, Tensor | Part], own: Mapping[str, Tensor] | None
     ) -> None:
-        """Fill tensors in place from a checked checkpoint, saved on any mesh; ``own`` needs the same number of ranks.
-
-        Errors are raised on all ranks.
-        """
+        """Fill tensors in place from a checked checkpoint of any mesh (``own``: equal ranks); errors are all ranks'."""
         mine = {_own_name(self._rank, name): tensor for name, tensor in (own or {}).items()}
         self._together("", lambda: read_tensors(folder, manifest, {**shared, **mine}))
 
     def close(self) -> CheckpointError | None:
-        """Wait for the current save and destroy the process group."""
         error = self.wait()
         dist.destroy_process_group(self._group)
         return error
@@ -257,7 +248,6 @@ class Checkpoints:
                     path.unlink()
 
     def _steps(self) -> list[Path]:
-        """List the folders of finished saves, oldest first."""
         return sorted(path for path in self.folder.glob("step_*") if path.name.removeprefix("step_").isdecimal())
 
     def _candidates(self) -> list[str]:
@@ -316,7 +306,7 @@ def _own_name(rank: int, name: str) -> str:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint so that an interrupted removal leaves no valid checkpoint."""
+    """Remove a checkpoint so that an interrupted removal leaves none that is valid."""
     # By another name first, since removing a folder takes a while and may be cut short.
     doomed = folder.with_name(f"{folder.name}.tmp-old")
     shutil.rmtree(doomed, ignore_errors=True)

@@ -1,7 +1,4 @@
-"""The manifest of a checkpoint, and the verification of its files.
-
-``manifest.json`` is signed, so that a change to it is detected. Only JSON and safetensors: nothing is executed.
-"""
+"""A checkpoint's manifest, signed against changes, and its files' verification: only JSON and safetensors."""
 
 import math
 from pathlib import Path
@@ -27,7 +24,7 @@ class FileEntry(_Record):
 
 
 class Piece(_Record):
-    """A rectangle of a tensor: ``tensor[offset : offset + shape]``, stored under the tensor's name in one file."""
+    """A rectangle of a tensor: ``tensor[offset : offset + shape]``, under the tensor's name in one file."""
 
     file: str
     offset: tuple[NonNegativeInt, ...] = Field(strict=False)
@@ -55,7 +52,7 @@ class TensorEntry(_Record):
 
 
 class Manifest(_Record):
-    """One checkpoint: run, step, layout, the digest of each file and the place of each tensor."""
+    """A checkpoint: run, step, layout, each file's digest and each tensor's place."""
 
     format: Literal["ringspan checkpoint 1"] = "ringspan checkpoint 1"
     run_id: str
@@ -94,7 +91,6 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def verify(folder: Path, manifest: Manifest, name: str) -> None:
-    """Verify that a shard is the file that was written."""
     path, entry = folder / name, manifest.files[name]
     if problem := why_not_written(path, entry.bytes, entry.sha256):
         raise CheckpointError(f"{path}: {problem}{_origin(path, manifest)}")
@@ -106,7 +102,7 @@ def origin_of(run_id: str, step: int) -> dict[str, str]:
 
 
 def _origin(path: Path, manifest: Manifest) -> str:
-    """Describe the origin of a wrong shard, if its header is readable."""
+    """Describe a wrong shard's origin, if its header is readable."""
     try:
         with safe_open(path, "numpy") as shard:
             origin = shard.metadata() or {}

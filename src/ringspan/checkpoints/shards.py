@@ -1,4 +1,4 @@
-"""Checkpoint tensors as files: a rank's chunks written as a shard and read back by slices on any mesh."""
+"""Tensors as files: a rank's chunks written as a shard, and read by slices on any mesh."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -36,7 +36,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Part:
-    """This rank's part of a tensor that is split like another one but may lie elsewhere: moments in host memory."""
+    """This rank's part of a tensor split like another that may lie elsewhere: moments in host memory."""
 
     local: Tensor
     like: DTensor
@@ -65,7 +65,7 @@ def held_here(tensor: Tensor | Part) -> Iterator[Chunk]:
 
 
 def written_by_me(tensor: Tensor | Part) -> Iterator[Chunk]:
-    """Return the chunks of a tensor that this rank writes: of replicas, only the first writes."""
+    """Return the chunks that this rank writes: of replicas, only the first writes."""
     split = tensor.like if isinstance(tensor, Part) else tensor
     if isinstance(split, DTensor):
         coordinate = split.device_mesh.get_coordinate()
@@ -78,7 +78,7 @@ def written_by_me(tensor: Tensor | Part) -> Iterator[Chunk]:
 
 
 def write_shard(path: Path, chunks: Mapping[str, Chunk], origin: dict[str, str]) -> FileEntry:
-    """Write this rank's part of each tensor into a safetensors file and sync it to disk."""
+    """Write this rank's part of each tensor into a safetensors file, synced to disk."""
     save_file({name: chunk.data for name, chunk in chunks.items()}, path, metadata=origin)
     sync_file(path)
     entry = FileEntry(bytes=path.stat().st_size, sha256=file_digest(path))
@@ -87,7 +87,6 @@ def write_shard(path: Path, chunks: Mapping[str, Chunk], origin: dict[str, str])
 
 
 def read_tensors(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor | Part]) -> None:
-    """Fill this rank's part of each tensor from the matching slices of the checkpoint's pieces."""
     with opened_shards(folder) as shard, torch.no_grad():
         for name, tensor in tensors.items():
             entry = manifest.tensors.get(name)
@@ -107,7 +106,6 @@ def read_tensors(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor 
 
 @contextmanager
 def opened_shards(folder: Path) -> Iterator[Callable[[str], Any]]:
-    """Yield a function that opens a shard of a checkpoint, once."""
     with ExitStack() as stack:
 
         @cache
@@ -120,7 +118,6 @@ def opened_shards(folder: Path) -> Iterator[Callable[[str], Any]]:
 
 
 def read_chunk(chunk: Chunk, name: str, entry: TensorEntry, folder: Path, shard: Callable[[str], Any]) -> None:
-    """Fill a chunk of a tensor from the pieces that it meets."""
     for piece in entry.pieces:
         if meeting := _meeting(chunk, piece):
             here, there = meeting
@@ -129,12 +126,12 @@ def read_chunk(chunk: Chunk, name: str, entry: TensorEntry, folder: Path, shard:
 
 
 def _plain(data: Tensor) -> Tensor:
-    """Return the tensor, or a plain buffer to read into for one that is stored in another form (8 bits)."""
+    """Return the tensor, or a plain buffer to read into if it is stored in another form (8 bits)."""
     return data if type(data) is Tensor else torch.empty(data.shape, dtype=data.dtype, device=data.device)
 
 
 def _meeting(chunk: Chunk, piece: Piece) -> tuple[_Slices, _Slices] | None:
-    """Compute the overlap of a chunk and a piece in the indices of each; None if there is none."""
+    """Return the overlap of chunk and piece in the indices of each, or None."""
     here, there = [], []
     for first, size, start, length in zip(chunk.offset, chunk.data.shape, piece.offset, piece.shape, strict=True):
         low, high = max(first, start), min(first + size, start + length)

@@ -1,4 +1,4 @@
-"""The state of a model in training: its tensors, its random numbers, and the facts of its files that they depend on."""
+"""The state of a model in training: tensors, random numbers, and facts of its files."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,17 +20,17 @@ from ringspan.torch.model.config_changes import deciding_fields
 
 
 def model_facts(model: Any) -> dict[str, Any]:
-    """Collect the facts in the model's other files that a run depends on, as JSON."""
+    """Collect, as JSON, the facts in the model's other files that a run depends on."""
     files = {"config.json": model.config, "generation_config.json": getattr(model, "generation_config", None)}
     facts = {name: deciding_fields(config) for name, config in files.items() if config is not None}
     return {"transformers": transformers.__version__, **facts}
 
 
 def run_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor | Part]:
-    """Collect the tensors to resume from: trained parameters, buffers, optimizer state. Frozen ones are in the folder.
+    """Collect the tensors to resume from: trained parameters, buffers, optimizer state; frozen ones are in the folder.
 
-    A fresh optimizer gets the state of its first step, so that there is something to load into; tensors in host memory
-    are parts of one that is split like its weight.
+    A fresh optimizer gets its first step's state to load into; tensors in host memory are parts of one split like its
+    weight.
     """
     _make_state(optimizer)
     parameters: dict[str, Tensor] = {}
@@ -59,11 +59,7 @@ def load_state(
     optimizer: torch.optim.Optimizer,
     own: Mapping[str, Tensor],
 ) -> bool:
-    """Fill tensors from a checked checkpoint, and ``own`` ones if it has as many ranks, which is returned.
-
-    Raises:
-        CheckpointError: on all ranks; also if other ranks have packed the optimizer's state by their shards.
-    """
+    """Fill tensors from a checkpoint (``own`` ones and True if it has as many ranks); errors are all ranks'."""
     # What a checkpoint has and the model lacks would be lost without a word. (Each rank's own tensors are named so.)
     unknown = [name for name in manifest.tensors if name not in tensors and not name.startswith("rank ")]
     if unknown:
@@ -83,7 +79,7 @@ def load_state(
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer create its state by a step at rate 0: it alone knows the place and bits of its moments."""
+    """Make the optimizer create its state by a step at rate 0: it knows its moments' place and bits."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     gradients = [p.grad for p in parameters]
     rates = [group["lr"] for group in optimizer.param_groups]

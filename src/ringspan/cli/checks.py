@@ -12,7 +12,7 @@ MOST_RANKS: Final = 1024
 
 
 def refuse_under_torchrun(**options: Any) -> None:
-    """Raise ConfigError for options on how to start processes (not None) if torchrun has started them."""
+    """Raise ConfigError for given options on starting processes if torchrun has started them."""
     for name, given in options.items():
         if given is not None:
             option = "--" + name.replace("_", "-")
@@ -20,7 +20,7 @@ def refuse_under_torchrun(**options: Any) -> None:
 
 
 def check_dtype(dtype: str) -> None:
-    """Raise UnsupportedError for a ``--dtype`` that is not measured, or not on this device."""
+    """Raise UnsupportedError for a ``--dtype`` that is not measured, or not here."""
     import torch
 
     if dtype not in DTYPE_BYTES:
@@ -30,14 +30,13 @@ def check_dtype(dtype: str) -> None:
 
 
 def check_heads(heads: int, kv_heads: int, head_dim: int) -> None:
-    """Raise UnsupportedError for key/value heads that do not divide the query heads."""
     from ringspan.core.arguments import check_shapes
 
     check_shapes((1, heads, 1, head_dim), *2 * [(1, kv_heads, 1, head_dim)])
 
 
 def check_memory(what: str, num_bytes: int) -> None:
-    """Raise ConfigError if ``num_bytes``, a part of the need, exceeds the memory of host and device together."""
+    """Raise ConfigError if ``num_bytes``, a part of the need, exceeds host and device memory together."""
     import torch
 
     from ringspan.measure.trace.rehearsal import host_memory_bytes
@@ -50,7 +49,6 @@ def check_memory(what: str, num_bytes: int) -> None:
 
 
 def ring_sizes(option: str, text: str, example: str) -> tuple[int, ...]:
-    """Parse the ring sizes; raise ConfigError for one that is no number or no size of a ring."""
     words = text.split(",")
     if not all(word.strip().isdecimal() and 1 <= int(word) <= MOST_RANKS for word in words):
         raise ConfigError(f"{option} {text!r}: write numbers from 1 to {MOST_RANKS:,} with commas, such as {example}")
@@ -58,7 +56,7 @@ def ring_sizes(option: str, text: str, example: str) -> tuple[int, ...]:
 
 
 def check_picture(picture: Path, *endings: str) -> None:
-    """Raise ConfigError for a picture with an unknown ending or in a missing folder."""
+    """Raise ConfigError for an unknown ending or a missing folder."""
     if picture.suffix not in endings:
         *others, last = endings
         shown = f"{', '.join(others)} or {last}" if others else last
@@ -71,6 +69,5 @@ def check_picture(picture: Path, *endings: str) -> None:
 
 
 def check_folder(option: str, folder: Path) -> None:
-    """Make a folder if needed; raise a ConfigError if it is not writable."""
     if reason := why_no_folder(folder):
         raise ConfigError(f"{option} {folder}: cannot be written into ({reason}); choose another folder")

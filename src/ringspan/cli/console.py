@@ -1,4 +1,4 @@
-"""Console output: as wide as the terminal; into a file or pipe without colour and wrapping."""
+"""Console output: as wide as the terminal; plain and unwrapped into a file or pipe."""
 
 import os
 import re
@@ -27,14 +27,13 @@ class _Console(Console):
 
 
 def console(*, stderr: bool = False, quiet: bool = False) -> Console:
-    """Return a console for standard output, or for progress."""
     stream = sys.stderr if stderr else sys.stdout
     color = None if os.environ.get("NO_COLOR") else "auto"
     return _Console(stderr=stderr, quiet=quiet, highlight=False, width=_width(stream), color_system=color)
 
 
 def _width(stream: object) -> int:
-    """Return COLUMNS, the terminal's width, or none: output into a file is not cut to a terminal's width."""
+    """Return COLUMNS, the terminal's width, or None for a file, which is not cut."""
     columns = os.environ.get("COLUMNS", "")
     if columns.isdecimal() and int(columns) > 0:
         return int(columns)
@@ -57,12 +56,12 @@ def hush() -> None:
 
 
 def silent(line: str) -> None:
-    """Print nothing, in place of ``say`` if something else shows progress."""
+    """Print nothing, as ``say`` if something else shows progress."""
 
 
 @contextmanager
 def working() -> Iterator[Callable[[str], None]]:
-    """Yield a function that reports progress on standard error: a status on a terminal, lines in a pipe."""
+    """Yield a function that reports progress on standard error: a status, or lines in a pipe."""
     out = console(stderr=True)
     if not out.is_terminal:
         yield say
@@ -73,10 +72,10 @@ def working() -> Iterator[Callable[[str], None]]:
 
 @contextmanager
 def importing(*, quiet: bool = False) -> Iterator[None]:
-    """Show a status during the seconds of importing PyTorch and transformers; end the process at once on an interrupt.
+    """Show a status while PyTorch and transformers are imported; end the process at once on an interrupt.
 
-    An exception would leave modules half imported, or be caught by libraries. Ignored interrupts (background jobs of a
-    shell script) stay ignored.
+    An exception would leave modules half imported, or be caught by libraries. Ignored interrupts (background jobs) stay
+    ignored.
     """
     out = console(stderr=True, quiet=quiet)
 
@@ -101,14 +100,13 @@ def heading(out: Console, text: str) -> None:
 
 
 def paragraph(out: Console, text: str, first: str = "", style: str = "") -> None:
-    """Print text wrapped between words, indented by its prefix."""
     lines = _wrapped(text, out.width - len(first)) or [""]
     for number, line in enumerate(lines):
         out.print(Text(f"{' ' * len(first) if number else first}{line}", style=style), soft_wrap=True)
 
 
 def facts(out: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
-    """Print names and values under a title; a value longer than a line continues below itself."""
+    """Print names and values under a title; a long value continues below itself."""
     heading(out, title)
     width = max(len(name) for name, _ in rows)
     for name, value in rows:
@@ -116,7 +114,6 @@ def facts(out: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
 
 
 def table(out: Console, title: str, headers: Sequence[str], rows: Iterable[Sequence[str]], *, numbers: int = 0) -> None:
-    """Print a table with its title; the last ``numbers`` columns are right-aligned."""
     heading(out, title)
     grid = Table()
     for index, header in enumerate(headers):

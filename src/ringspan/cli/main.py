@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def _ended(error: BaseException) -> tuple[Any, str]:
-    """Return the exit code and the line for the exception that ended a command; re-raise a bug."""
+    """Return the exit code and line for the exception that ended a command; re-raise a bug."""
     if isinstance(error, SystemExit):  # typer's click makes one of each broken pipe, rich of that of its output
         if not isinstance(error.__context__, BrokenPipeError):
             return error.code, ""

@@ -1,4 +1,4 @@
-"""The output of ``ringspan plan``: the answer and how to run it; if asked, its cost, the reasons, and what to copy."""
+"""Output of ``ringspan plan``: the answer and how to run it; if asked, cost, reasons, and what to copy."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -182,7 +182,6 @@ def _snippets(out: Console, answer: Plan, layouts: Sequence[LayoutCost], *, fits
 
 
 def show_text(answer: TextPlan, model: str) -> None:
-    """Print a plan of generation for ``model``, as the user named it."""
     out, question, text, cost = console(), answer.question, answer.text, answer.cost
     has = shown_bytes(question.device.memory_bytes)
     verb = "of" if answer.fits else "needed, more than the"

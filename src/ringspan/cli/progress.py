@@ -18,7 +18,6 @@ _WIDE: Final = 140  # from which on there is room for a bar
 
 
 def quiet() -> None:
-    """Silence the libraries' progress bars and warnings, which every rank would print."""
     import datasets
 
     hush()
@@ -28,7 +27,6 @@ def quiet() -> None:
 
 @contextmanager
 def watched(steps: int) -> Iterator[Observer]:
-    """Yield an observer that shows a run of this many steps on standard error."""
     out = console(stderr=True)
     hush()
     started = partial(_show_start, out)

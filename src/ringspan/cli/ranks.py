@@ -1,4 +1,4 @@
-"""Ranks of a command: those that torchrun has started, or new ones on this machine."""
+"""Ranks of a command: torchrun's, or new ones on this machine."""
 
 import os
 from collections.abc import Callable
@@ -22,8 +22,8 @@ def on_ranks(
     """Run ``function(*arguments())`` on each rank; return rank 0's result, and True there.
 
     ``arguments`` is called on each of torchrun's ranks once they have met, or here before local ones start. ``check``
-    gets the number of ranks, by default one per CUDA device; ``forks`` are modules that local ranks need, and
-    ``launching`` are options of ``launch``.
+    gets the number of ranks (default: one per CUDA device); ``forks`` are modules that local ranks need, ``launching``
+    options of ``launch``.
     """
     if is_rank():
         refuse_under_torchrun(nproc=nproc)

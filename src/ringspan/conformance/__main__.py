@@ -92,7 +92,6 @@ def _rows(team: Ranks, has_loss: bool) -> Iterator[dict[str, Any]]:
 
 
 def judged(case: Case, ranks: int, found: list[Any]) -> dict[str, Any]:
-    """Build a row of the report from the ranks' results."""
     if all(map(is_unsupported, found)):
         return _row(case, ranks, "not supported", found[0].partition(": ")[2])
     said = [each for each in found if isinstance(each, str)]

@@ -1,4 +1,4 @@
-"""Questions to an attention: each rank compares its own shard with dense float64 attention, so nothing is sent."""
+"""Questions to an attention: each rank compares its shard with dense float64 attention, nothing is sent."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -38,8 +38,6 @@ class Problem:
 
 
 class Setting(NamedTuple):
-    """Inputs of a rank's case."""
-
     attention: Attention
     loss: Loss | None
     layout: str
@@ -52,7 +50,7 @@ Parts = dict[str, tuple[float, float]]
 
 
 def exact(problem: Problem) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Return q, k, v and dout; and out, dq, dk and dv, all of the whole sequence in float64."""
+    """Return q, k, v, dout; and out, dq, dk, dv of the whole sequence in float64."""
     generator = np.random.default_rng(problem.seed)
     heads = (problem.heads, problem.kv_heads, problem.kv_heads, problem.heads)
     inputs = [generator.standard_normal((1, each, problem.length, problem.head_dim)) for each in heads]
@@ -66,7 +64,7 @@ def exact(problem: Problem) -> tuple[list[np.ndarray], list[np.ndarray]]:
 
 
 def shards(setting: Setting, problem: Problem, whole: list[np.ndarray], dtype: torch.dtype) -> list[Tensor]:
-    """Return a rank's tokens of q, k, v and dout, and ``_PADDING`` (in dout nothing) past the end."""
+    """Return a rank's tokens of q, k, v, dout, and ``_PADDING`` (in dout nothing) past the end."""
     positions = _positions(setting, problem)
     is_token = positions < problem.length
     found: list[Tensor] = []
@@ -78,7 +76,7 @@ def shards(setting: Setting, problem: Problem, whole: list[np.ndarray], dtype: t
 
 
 def own_part(setting: Setting, problem: Problem, whole: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return which local tokens are not padding, and what a whole array has for them."""
+    """Return which local tokens are not padding, and their part of a whole array."""
     positions = _positions(setting, problem)
     is_token = positions < problem.length
     return is_token, whole[:, :, positions[is_token]]
@@ -90,7 +88,6 @@ def _positions(setting: Setting, problem: Problem) -> np.ndarray:
 
 
 def call(setting: Setting, problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Return what the attention makes of a rank's shards."""
     out = setting.attention(
         q, k, v, causal=problem.causal, window=problem.window, documents=problem.documents, length=problem.length,
         group=setting.group,
@@ -193,7 +190,7 @@ def leak(setting: Setting, problem: Problem) -> Parts:
 
 
 def bfloat16(setting: Setting, problem: Problem) -> Parts:
-    """Errors in bfloat16, divided by the errors of PyTorch's attention in one process."""
+    """Errors in bfloat16, divided by those of PyTorch's attention in one process."""
     parts = forward_backward(setting, problem, torch.bfloat16)
     inputs, expected = exact(problem)
     q, k, v, dout = (torch.from_numpy(each).to(setting.device, torch.bfloat16) for each in inputs)

@@ -22,7 +22,7 @@ def attention(
     length: int,
     group: Any,
 ) -> Tensor:
-    """``ring_attention`` on a zigzag layout, with the mask that is asked for; for ``--layout zigzag``."""
+    """``ring_attention`` on a zigzag layout with the given mask, for ``--layout zigzag``."""
     layout = Layout("zigzag", length, dist.get_world_size(group))
     return ring_attention(q, k, v, mask=mask_of(causal, window, documents), layout=layout, group=group)
 

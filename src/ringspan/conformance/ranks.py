@@ -1,4 +1,4 @@
-"""Processes that run the cases, restarted after a failure or hang so that no state leaks into the next case."""
+"""Processes that run the cases, restarted after a failure or hang so that no state leaks."""
 
 import math
 import multiprocessing
@@ -22,7 +22,7 @@ START_SECONDS: Final = 300.0
 
 
 class Ranks:
-    """``size`` processes that call functions by their names, ``module:function``."""
+    """``size`` processes that call ``module:function`` names."""
 
     def __init__(self, size: int, attention: str, loss: str | None, layout: str, device: str, seconds: float) -> None:
         self.size, self._seconds = size, seconds
@@ -77,7 +77,6 @@ class Ranks:
 
 
 def find(name: str) -> Any:
-    """Return the function of ``module:function``."""
     module, _, function = name.partition(":")
     if not (module and function):
         raise ValueError(f"{name!r} is not module:function")
@@ -120,7 +119,7 @@ def _serve(
 
 
 def outcome(run: Callable[[Setting, Problem], Parts], setting: Setting, problem: Problem) -> Parts | str:
-    """Return a case's parts, or what was raised, in one line; what is not implemented says so first."""
+    """Return a case's parts, or what was raised, in a line; what is not implemented says so first."""
     try:
         return run(setting, problem)
     except NotImplementedError as error:

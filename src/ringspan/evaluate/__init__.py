@@ -1,4 +1,4 @@
-"""Evaluation of long context: retrieval, tracing, aggregation and perplexity at full length, and lm-eval's tasks."""
+"""Evaluation of long context: retrieval, tracing, aggregation, perplexity, and lm-eval's tasks."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +9,6 @@ __all__ = ["RingLM"]
 
 
 def __getattr__(name: str) -> Any:
-    """Return ``RingLM`` on access, importing lm-eval only then."""
     if name != "RingLM":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from ringspan.core.messages.extras import require

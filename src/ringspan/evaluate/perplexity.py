@@ -18,8 +18,6 @@ FIRST_EDGE: Final = 64
 
 @dataclass(frozen=True)
 class Document:
-    """The beginning of a text in tokens."""
-
     name: str
     ids: list[int]
     sizes: list[int] | None
@@ -61,7 +59,7 @@ def _document(name: str, text: str, most: int, tokenizer: Any) -> Document:
 
 
 def _sizes(text: str, stops: Sequence[int]) -> list[int]:
-    """Compute the bytes of each token by its end, so that unowned spaces go to the next one, characters count once."""
+    """Compute each token's bytes by its end, so that unowned spaces go to the next, characters count once."""
     sizes, reached = [], 0
     for stop in stops:
         sizes.append(len(text[reached:stop].encode()))
@@ -70,7 +68,7 @@ def _sizes(text: str, stops: Sequence[int]) -> list[int]:
 
 
 def edges(length: int) -> list[int]:
-    """Return the ends of the position ranges: 64, 128, 256, ..., and the length."""
+    """Return the ends of position ranges: 64, 128, 256, ..., and the length."""
     found = [FIRST_EDGE]
     while found[-1] < length:
         found.append(2 * found[-1])
@@ -78,7 +76,7 @@ def edges(length: int) -> list[int]:
 
 
 def measure(model: Session, document: Document) -> dict[str, Any]:
-    """Measure the loss of a document's tokens in ranges of positions, in nats."""
+    """Measure a document's loss in ranges of positions, in nats."""
     ids = torch.tensor([document.ids], device=local_device())
     model.watchdog.be(0, f"scoring {document.name}", PATIENCE_SECONDS)
     batch = shard_batch({"input_ids": ids, "labels": ids}, model.model.ring_mesh)

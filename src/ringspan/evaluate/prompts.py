@@ -1,4 +1,4 @@
-"""Real text, and prompts of a given length: the longest of a task that fits together with its answer."""
+"""Real text, and the longest prompts of a length that fit with their answers."""
 
 import re
 import sysconfig
@@ -27,7 +27,7 @@ class Question:
 
 
 class Prompts:
-    """The questions of a task for a tokenizer, the same for the same settings."""
+    """A task's questions for a tokenizer, the same for the same settings."""
 
     def __init__(self, settings: EvalSettings, tokenizer: Any) -> None:
         self._settings, self._tokenizer = settings, tokenizer
@@ -76,7 +76,7 @@ class Prompts:
 
 
 def with_template(tokenizer: Any, text: str, cue: str, *, plain: bool) -> list[int]:
-    """Tokenize the user's text and the answer's cue, by the chat template if there is one."""
+    """Tokenize the user's text and the answer's cue, by the chat template if it exists."""
     if plain or not tokenizer.chat_template:
         return list(tokenizer(text + cue).input_ids)
     messages = [{"role": "user", "content": text}]
@@ -85,7 +85,6 @@ def with_template(tokenizer: Any, text: str, cue: str, *, plain: bool) -> list[i
 
 
 def read_text(path: str | Path) -> str:
-    """Read a text file of any size; raise ConfigError if it is unreadable or not UTF-8."""
     try:
         text = Path(path).read_bytes().decode("utf-8-sig")
     except OSError as error:
@@ -98,7 +97,7 @@ def read_text(path: str | Path) -> str:
 
 
 def prose(paths: Sequence[str] = ()) -> str:
-    """Read the named files, or the language reference that ``help()`` shows (465,000 characters in Python 3.11)."""
+    """Read the named files, or the language reference of ``help()`` (465,000 characters in Python 3.11)."""
     if paths:
         return "\n\n".join(read_text(path) for path in paths)
     topics = import_module("pydoc_data.topics").topics
@@ -106,7 +105,7 @@ def prose(paths: Sequence[str] = ()) -> str:
 
 
 def sentences(text: str) -> tuple[str, ...]:
-    """Split a text into sentences, each on one line; parts without a word are left out."""
+    """Split a text into sentences, one per line; parts without a word are left out."""
     parts = (" ".join(part.split()) for part in _SENTENCE_END.split(text))
     found = tuple(part for part in parts if re.search(r"[A-Za-z]{2}", part))
     if not found:

@@ -1,4 +1,4 @@
-"""Results item by item in a file from which a killed run continues."""
+"""Results item by item in a file, from where a killed run continues."""
 
 import hashlib
 import json
@@ -32,7 +32,7 @@ def identity(settings: EvalSettings) -> dict[str, Any]:
 
 
 def records_file(out: Path, task: str, model: str, facts: dict[str, Any]) -> Path:
-    """Return the file of a task's records: another one for other facts or other files of the model or adapter base."""
+    """Return a task's file of records: another one for other facts or files of the model or adapter base."""
     known = json.dumps({**facts, "version": VERSION, "model": _model(model)}, sort_keys=True)
     digest = hashlib.sha256(known.encode()).hexdigest()[:12]
     return out / f"{task}-{Path(model).resolve().name}-{digest}.jsonl"
@@ -56,7 +56,7 @@ def _describe(path: Path) -> str:
 
 
 class Records:
-    """One JSON line per item, appended when it is done; a truncated line is dropped. One process writes."""
+    """A JSON line per item, appended when it is done; a truncated line is dropped. One process writes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -65,7 +65,7 @@ class Records:
         self.by_key: dict[Hashable, dict[str, Any]] = {}
 
     def load(self) -> None:
-        """Read the records of an earlier run and lock the file; raise ConfigError if it is unusable or locked."""
+        """Read an earlier run's records and lock the file; raise ConfigError if it is unusable or locked."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.lock.take()
@@ -96,10 +96,7 @@ class Records:
 
 
 class Answers:
-    """A file of answers on the first rank, shared with the others.
-
-    lm-eval's own cache is per process, and interrupted ranks have different ones. Errors are raised on all ranks.
-    """
+    """A file of answers on the first rank, shared with all (lm-eval's cache is per process); errors are all ranks'."""
 
     def __init__(self, path: Path) -> None:
         self._records = Records(path)
@@ -111,7 +108,7 @@ class Answers:
         return len(self._records.by_key)
 
     def known(self, method: str, every: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Return the kept answer of each request, or None; the same on every rank."""
+        """Return each request's kept answer, or None; the same on every rank."""
         keys = [None if _is_drawn(asked) else _key(method, asked) for asked in every]
         found = from_first_rank(lambda: [self._records.by_key.get(key, {}).get("answer") for key in keys])
         return [tuple(answer) if isinstance(answer, list) else answer for answer in found]
@@ -122,7 +119,7 @@ class Answers:
 
 
 def _is_drawn(asked: tuple[Any, ...]) -> bool:
-    """Return True for an answer drawn at random: it is drawn again each time, as with lm-eval's own cache."""
+    """Return True for an answer drawn at random, each time again, as with lm-eval's own cache."""
     return isinstance(asked[-1], dict) and bool(asked[-1].get("do_sample"))
 
 

@@ -1,4 +1,4 @@
-"""The runner of one task with one model, on every rank; the first one keeps the records."""
+"""Runner of a task with a model, on every rank; the first one keeps the records."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,16 +30,12 @@ class EvalObserver(Observer):
 
 @dataclass(frozen=True)
 class Plan:
-    """The items of a run, and the skipped ones."""
-
     keys: list[Key]
     skipped: list[dict[str, Any]]
     make: Callable[[Key], Question | Document]
 
 
 class EvalResult(TypedDict):
-    """The output of ``ringspan eval --json``."""
-
     task: str
     model: str
     rows: list[dict[str, Any]]
@@ -101,7 +97,7 @@ def plan(settings: EvalSettings, config: Any, tokenizer: Any) -> Plan:
 def evaluate_rank(
     settings: EvalSettings, planned: Plan | None, out: str, observer: EvalObserver | None = None
 ) -> EvalResult:
-    """Run one rank's part of the plan; return the ``--json`` result on every rank."""
+    """Run a rank's part of the plan; return the ``--json`` result on every rank."""
     config = load_config(settings.generating(1))
     tokenizer = load_tokenizer(settings.folder, config)
     observer = observer or EvalObserver()

@@ -1,4 +1,4 @@
-"""From answers to rows: means and their confidence intervals."""
+"""Answers -> rows: means and their confidence intervals."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ Z_95: Final = 1.959963984540054
 
 
 def wilson(mean: float, count: int) -> tuple[float, float]:
-    """Compute the 95% interval of a share, after Wilson (1927); for scores within 0..1 with this mean it is wide."""
+    """Compute the 95% interval of a share, after Wilson (1927); wide for scores within 0..1 with this mean."""
     if count < 1:
         return 0.0, 1.0
     square = Z_95**2 / count
@@ -19,7 +19,7 @@ def wilson(mean: float, count: int) -> tuple[float, float]:
 
 
 def normal(values: Sequence[float]) -> tuple[float, float] | None:
-    """Compute the 95% interval of a mean by the spread of the values; None for fewer than two."""
+    """Compute the 95% interval of a mean by the values' spread; None for fewer than two."""
     if len(values) < 2:
         return None
     mean, reach = fmean(values), Z_95 * stdev(values) / math.sqrt(len(values))

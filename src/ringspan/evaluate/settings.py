@@ -1,4 +1,4 @@
-"""The settings of ``ringspan eval`` and the folders that it names, checked without a framework."""
+"""Settings of ``ringspan eval`` and its folders, checked without a framework."""
 
 import math
 import re
@@ -19,7 +19,7 @@ _NAME: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 @dataclass(frozen=True, kw_only=True)
 class EvalSettings:
-    """One task with one model; raises ConfigError for an invalid value, by the name of its option."""
+    """A task with a model; raises ConfigError for an invalid value, by its option."""
 
     folder: str
     task: str
@@ -79,7 +79,7 @@ class EvalSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class HarnessSettings:
-    """Tasks of lm-eval with one model; raises ConfigError for an invalid value, by the name of its option."""
+    """lm-eval's tasks with a model; raises ConfigError for an invalid value, by its option."""
 
     folder: str
     tasks: tuple[str, ...]
@@ -104,7 +104,6 @@ class HarnessSettings:
 
     @property
     def generating(self) -> GenerateSettings:
-        """Return the settings for loading the model."""
         return GenerateSettings(folder=self.folder, dtype=self.dtype, tp=self.tp)
 
     @property

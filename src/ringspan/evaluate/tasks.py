@@ -1,7 +1,7 @@
-"""Questions to a model, each a prompt of so many units of length and the scoring of an answer: data for one runner.
+"""Questions to a model: each a prompt of units of length, and the scoring of an answer.
 
-``lines`` is line retrieval as in LongEval (Li et al. 2023) and figure 3 of the Ring Attention paper; the others are the
-categories of RULER (Hsieh et al. 2024): needles in real text, variables to be traced, words to be counted.
+``lines`` is line retrieval as in LongEval (Li et al. 2023) and figure 3 of the Ring Attention paper; the others are
+RULER's (Hsieh et al. 2024): needles in real text, variables to be traced, words to be counted.
 """
 
 import re
@@ -26,8 +26,6 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Material:
-    """The material of prompts besides words."""
-
     sentences: Sequence[str] = ()
     """Sentences of a real text, in order."""
     needles: int = 1
@@ -36,7 +34,6 @@ class Material:
     """Needles of the same form that are not asked for."""
 
     def excerpt(self, random: Random, size: int) -> list[str]:
-        """Take consecutive sentences from a random place, wrapping around at the end."""
         start, count = random.randrange(len(self.sentences)), len(self.sentences)
         return [self.sentences[(start + at) % count] for at in range(size)]
 
@@ -48,7 +45,7 @@ def found(said: str, answers: Sequence[str]) -> float:
 
 
 def first_number(said: str, answers: Sequence[str]) -> float:
-    """Return 1 if the first number in the text is the answer, as LongEval counts."""
+    """Return 1 if the text's first number is the answer, as LongEval counts."""
     number = re.search(r"\d+", said)
     return float(number is not None and number[0] == answers[0])
 
@@ -91,7 +88,6 @@ def _lines(random: Random, size: int, depth: float, material: Material) -> Promp
 
 
 def _asked(excerpt: Sequence[str], keys: Sequence[str], answers: Sequence[str]) -> Prompt:
-    """Return the prompt around a text with needles in it."""
     *others, last = keys
     asked = f"{', '.join(others)} and {last}" if others else last
     return Prompt(
@@ -137,7 +133,6 @@ CHAINS: Final = 2
 
 
 def _different(random: Random, count: int, alphabet: str, length: int, first: Sequence[str] = ()) -> list[str]:
-    """Return ``first`` and random words, all different."""
     words = list(first)
     while len(words) < count:
         word = "".join(random.choices(alphabet, k=length))

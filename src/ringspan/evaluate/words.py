@@ -31,7 +31,7 @@ NOUNS: Final = tuple(_NOUNS.split())
 
 
 def names(random: Random, count: int) -> list[str]:
-    """Return so many different names like ``brave-otter``, of three words if two are too few, or raise ConfigError."""
+    """Return different names like ``brave-otter``, of three words if two are too few, or raise ConfigError."""
     adjectives, nouns = len(ADJECTIVES), len(NOUNS)
     pairs = adjectives * nouns
     if count <= pairs:

@@ -1,1 +1,1 @@
-"""Text from a model's folder on a ring of ranks: the work of ``ringspan generate``."""
+"""Text from a folder's model on a ring of ranks."""

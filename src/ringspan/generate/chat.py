@@ -1,4 +1,4 @@
-"""A conversation in a tokenizer's terms: the next tokens to read after those in the cache."""
+"""A conversation in a tokenizer's terms: the tokens to read after the cache's."""
 
 import os
 import select
@@ -19,7 +19,7 @@ WAIT_SECONDS: Final = 2.0
 
 @dataclass
 class Conversation:
-    """All tokens so far, those of a ``book`` first, and the same as messages of a chat template, if there is one."""
+    """All tokens so far, a ``book``'s first, and the same as messages of a chat template, if it exists."""
 
     tokenizer: Tokenizer
     book: list[int] = field(default_factory=list)
@@ -31,7 +31,7 @@ class Conversation:
         self.ids = list(self.book)
 
     def ask(self, line: str, check: Callable[[list[int]], None] = lambda ids: None) -> bool:
-        """Add a user's line. Return False if templates drop old answers, so that the cache is void."""
+        """Add a user's line; return False if templates drop old answers, so that the cache is void."""
         if not self.tokenizer.chat_template:
             start = "\n" if self.ids else ""
             ids = self.ids + self._encode(f"{start}{line}\n", add_special_tokens=not self.ids)
@@ -62,13 +62,11 @@ class Conversation:
 
 
 class Lines:
-    """Lines of text from a file descriptor, with a time-out."""
-
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._read, self._is_over = descriptor, b"", False
 
     def next(self, seconds: float = WAIT_SECONDS) -> tuple[str | None, bool]:
-        """Return the next line that is not blank, or None if there is none yet; and True at the end."""
+        """Return the next line that is not blank, or None so far; and True at the end."""
         while True:
             if b"\n" in self._read or (self._is_over and self._read):
                 line, _, self._read = self._read.partition(b"\n")
@@ -86,9 +84,8 @@ class Lines:
 def converse(model: Session, first: str | None, descriptor: int | None) -> None:
     """Answer lines until they end, keeping the cache over all turns; ``first`` is a known first line.
 
-    Rank 0 reads ``descriptor``; every rank calls this. It begins after the cache that the settings name, and saves the
-    cache at the end if they say so. A line without room in the model is refused, and the conversation stays.
-    Errors are raised on all ranks.
+    Rank 0 reads ``descriptor``; every rank calls this, and errors are all ranks'. The settings name a cache to begin
+    after and one to save at the end. A line without room in the model is refused, and the conversation stays.
     """
     book, cache = model.opened()
     conversation = Conversation(model.tokenizer, book)

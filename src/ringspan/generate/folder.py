@@ -1,4 +1,4 @@
-"""A model's folder: config, tokenizer and weights, refused in one line if they do not make a model."""
+"""A model's folder: config, tokenizer and weights, refused in a line if they make no model."""
 
 import json
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ def load_config(settings: GenerateSettings) -> PreTrainedConfig:
 
 
 def base_folder(folder: str) -> str:
-    """Return the folder of config and weights: this one, or the base (folder or local Hub copy) of its adapter."""
+    """Return the folder of config and weights: this one, or its adapter's base (folder or local Hub copy)."""
     path = Path(folder, ADAPTER_CONFIG)
     if not path.is_file():
         return folder
@@ -64,7 +64,7 @@ def base_folder(folder: str) -> str:
 
 
 def dtype_of(settings: GenerateSettings, config: PreTrainedConfig) -> torch.dtype:
-    """Return the dtype of the settings, else the folder's; raise ConfigError for one that is not tested."""
+    """Return the settings' dtype, else the folder's; raise ConfigError for one that is not tested."""
     own = getattr(text_config(config), "dtype", None) or torch.float32
     name = str(own).removeprefix("torch.") if settings.dtype == "auto" else settings.dtype
     if name not in ("float32", "bfloat16"):
@@ -73,7 +73,7 @@ def dtype_of(settings: GenerateSettings, config: PreTrainedConfig) -> torch.dtyp
 
 
 def load_tokenizer(folder: str, config: PreTrainedConfig) -> Tokenizer:
-    """Load the folder's tokenizer; raise ConfigError if it is missing or has another vocabulary than the model."""
+    """Load the tokenizer; raise ConfigError if it is missing or has another vocabulary than the model."""
     names = "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt"
     if not any(Path(folder, name).exists() for name in names):
         raise ConfigError(f"{folder}: has no tokenizer (tokenizer.json); save it there with save_pretrained")

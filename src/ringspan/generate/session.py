@@ -1,4 +1,4 @@
-"""A model on the ring that answers prompts; every rank runs it inside its process group."""
+"""A model on the ring that answers prompts; every rank runs it."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,8 +25,6 @@ PATIENCE_SECONDS: Final = 600.0  # for ranks that are heard, and exchange nothin
 
 @dataclass
 class Observer:
-    """Callbacks for progress on rank 0."""
-
     doing: Callable[[str], None] = lambda what: None
     read: Callable[[int, int], None] = lambda tokens, total: None
     wrote: Callable[[str], None] = lambda text: None
@@ -36,7 +34,7 @@ class Observer:
 
 @dataclass(frozen=True)
 class Answer:
-    """The model's new tokens, without the prompt, and their cost. ``ringspan generate --json`` prints it."""
+    """The new tokens, without the prompt, and their cost, as ``ringspan generate --json`` prints it."""
 
     text: str
     token_ids: list[int]
@@ -60,7 +58,7 @@ class Session:
 
     @property
     def num_beams(self) -> int:
-        """Return the beams of the model's generation_config. A cache of several beams cannot continue."""
+        """Beams of the model's generation_config. A cache of several beams cannot continue."""
         return self.model.generation_config.num_beams or 1
 
     def new_cache(self) -> Any:
@@ -73,10 +71,7 @@ class Session:
         return self.model.load_cache(self.settings.load_cache, dtype)
 
     def answer_once(self, ids: Sequence[int]) -> Answer:
-        """Generate after ``ids``, which follow the loaded cache's tokens; save the cache if asked.
-
-        Errors are raised on all ranks.
-        """
+        """Generate after ``ids``, which follow the loaded cache's; save the cache if asked; errors are all ranks'."""
         book, cache = self.opened()
         if book:
             ids = [*book, *ids]
@@ -189,7 +184,7 @@ class _Text(TextStreamer):
 def session(
     settings: GenerateSettings, config: PreTrainedConfig, tokenizer: Tokenizer, observer: Observer | None = None
 ) -> Iterator[Session]:
-    """Yield the model of a folder on all ranks, watched while in use; raise RingspanError for anything refused."""
+    """Yield a folder's model on all ranks, watched while in use; raise RingspanError for anything refused."""
     observer = observer or Observer()
     observer.doing("loading the model")
     model = load_model(settings, config)

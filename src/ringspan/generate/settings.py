@@ -1,4 +1,4 @@
-"""The settings of ``ringspan generate``, checked without a framework."""
+"""Settings of ``ringspan generate``, checked without a framework."""
 
 import math
 import os
@@ -15,7 +15,7 @@ _CACHE_DTYPES: Final = "auto", *CACHE_DTYPE_NAMES
 
 @dataclass(frozen=True, kw_only=True)
 class GenerateSettings:
-    """One run of the command; raises ConfigError for an invalid value, by the name of its option."""
+    """A run of the command; raises ConfigError for an invalid value, by its option."""
 
     folder: str
     max_new_tokens: int = 200
@@ -68,7 +68,6 @@ class GenerateSettings:
             )
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Raise ConfigError for a number of ranks that does not make rings of ``tp``."""
         if num_ranks < 1:
             raise ConfigError(f"--nproc {num_ranks}: at least one process is needed")
         if num_ranks % self.tp:
@@ -76,7 +75,7 @@ class GenerateSettings:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the options for transformers' ``generate``; omitted ones are the model's generation_config's."""
+        """Return the options for transformers' ``generate``; omitted ones are generation_config's."""
         sampling = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         given = {name: value for name, value in sampling.items() if value is not None}
         return {"max_new_tokens": self.max_new_tokens, "do_sample": bool(given), **given}

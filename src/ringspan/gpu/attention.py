@@ -1,10 +1,9 @@
-"""Attention of any tiles of a hop in one launch, added to a running result, in Triton. Importing it needs Triton.
+"""Attention of a hop's tiles in one launch, added to a running result, in Triton. Importing it needs Triton.
 
 FlashAttention (Dao et al. 2022) that starts from the running (out, lse): no pass merges partials, and sums stay in
 float32. B batch, H query heads, G key/value heads, P = H / G, R rows, K keys, D head size, E value head size. A tile is
 rows [q0, q1), keys [k0, k1), and the band lo <= i - j <= hi from its corner; ``tiles``, ``first`` and ``which`` are a
-``Table``'s. Old values and the result may be the same array: then, with IN_PLACE, rows and keys without a tile are left
-unchanged.
+``Table``'s. Old values and result may be one array: then, with IN_PLACE, rows and keys without a tile stay.
 """
 # Triton compiles these functions; as Python they would not type.
 # pyright: reportGeneralTypeIssues=false
@@ -37,7 +36,7 @@ def _see(
     KEYS: tl.constexpr, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, MASKED: tl.constexpr, HAS_CAP: tl.constexpr,
     HAS_SLOPES: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys [start, stop) of a tile, in blocks, to the sums of a block of rows."""
+    """Add the keys [start, stop) of a tile, in blocks, to a block of rows' sums."""
     column, value_column = tl.arange(0, SIZE), tl.arange(0, VALUE_SIZE)
     for first in range(start, stop, KEYS):
         key = first + tl.arange(0, KEYS)

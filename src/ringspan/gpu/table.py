@@ -1,4 +1,4 @@
-"""The tiles of a launch as arrays, and which of them each stretch of rows or keys meets: pure arithmetic."""
+"""A launch's tiles as arrays, and which of them each stretch of rows or keys meets."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -13,14 +13,14 @@ GRAIN: Final = 128  # rows, or keys, for which there is one list of tiles; a mul
 
 
 class Lists(NamedTuple):
-    """A list of tiles for each ``GRAIN`` rows or keys: the starts (grains + 1,), and all lists concatenated."""
+    """A list of tiles for each ``GRAIN`` rows or keys: starts (grains + 1,), and all lists concatenated."""
 
     first: NDArray[np.int32]
     which: NDArray[np.int32]
 
 
 class Table(NamedTuple):
-    """Tiles as (tiles, 6): q0, q1, k0, k1, lo, hi; and the lists of those that rows, and keys, meet."""
+    """Tiles as (tiles, 6): q0, q1, k0, k1, lo, hi; and the lists that rows, and keys, meet."""
 
     tiles: NDArray[np.int32]
     of_rows: Lists

@@ -1,4 +1,4 @@
-"""Shared parts of the kernels of ``attention``: scores of pairs, and the keys of a tile that a block of rows sees."""
+"""Shared parts of ``attention``'s kernels: scores of pairs, and the keys of a tile that rows see."""
 # Triton compiles these functions; as Python they would not type.
 # pyright: reportGeneralTypeIssues=false
 
@@ -38,7 +38,7 @@ def tile_at(tiles, number):
 
 @triton.jit
 def segments(first, q0, q1, k0, k1, lo, hi, ROWS: tl.constexpr, KEYS: tl.constexpr):
-    """Return the keys of a tile that the rows [first, first + ROWS) see: start, a, b, stop, from the tile's corner."""
+    """Return a tile's keys that the rows [first, first + ROWS) see: start, a, b, stop, from its corner."""
     # Blocks of KEYS in [start, a) and [b, stop) need the mask; in [a, b) all their pairs are allowed.
     # With rows and keys, and -hi and -lo, in each other's place: the rows that keys see.
     high, low = tl.maximum(first, q0) - q0, tl.minimum(first + ROWS, q1) - 1 - q0

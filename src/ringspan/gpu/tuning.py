@@ -1,4 +1,4 @@
-"""Block sizes that tuning tries, and the constants that the kernels of ``attention`` are compiled with."""
+"""Block sizes to tune, and the constants that ``attention``'s kernels are compiled with."""
 
 from typing import Any, Final, NamedTuple
 
@@ -44,7 +44,7 @@ def interpreted(program: Any) -> Any:
 
 
 def options(size: int, value_size: int, *, is_float32: bool, has_cap: bool, has_slopes: bool = False) -> dict[str, Any]:
-    """Return the options of a launch: padded head sizes and the precision of products."""
+    """Return a launch's options: padded head sizes and the precision of products."""
     # A power of two, at least 16, for a matrix product. Float32 takes three TF32 products, which are as accurate;
     # otherwise the sums would not fit into registers.
     return {

@@ -1,4 +1,4 @@
-"""Agreement of all ranks on decisions that a user's code takes on one rank of a trainer."""
+"""Agreement of all ranks on what a user's code decides on one."""
 
 import functools
 from collections.abc import Callable
@@ -19,12 +19,11 @@ _EVENTS: Final = frozenset(
 
 
 class AgreedCallbacks(CallbackHandler):
-    """Mix-in for a trainer's callbacks: a request of any rank (to stop, save, evaluate or log) holds for all ranks."""
+    """Mix-in for a trainer's callbacks: any rank's request (to stop, save, evaluate, log) holds for all."""
 
     ring_mesh: DeviceMesh
 
     def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        """Call Trainer's event, and agree where requests are acted on."""
         control = super().call_event(event, args, state, control, **kwargs)
         return self._agreed(event, control) if event in _EVENTS else control
 
@@ -43,7 +42,7 @@ class AgreedCallbacks(CallbackHandler):
 
 
 def agree_on(trainer: Any) -> None:
-    """Agree in place on callbacks' requests, the first rank's metrics, and errors of the user's functions."""
+    """Agree in place on callbacks' requests, the first rank's metrics, and errors of user functions."""
     handler, mesh = trainer.callback_handler, trainer.ring_mesh
     handler.__class__, handler.ring_mesh = AgreedCallbacks, mesh
     own = ["compute_loss_func", "preprocess_logits_for_metrics", "compute_metrics"]

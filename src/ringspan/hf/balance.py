@@ -1,4 +1,4 @@
-"""Batches balanced over replicas: within a step, examples of similar work go to all replicas at the same time."""
+"""Batches balanced over replicas: examples of similar work go to all at the same time."""
 
 import logging
 from collections.abc import Callable, Iterator
@@ -21,10 +21,10 @@ _COUNTED: Final = frozenset({"transformers.trainer.Trainer", "trl.trainer.sft_tr
 
 
 class EvenSampler(Sampler[int]):
-    """The examples of another sampler, moved within their steps so that replicas have similar work.
+    """Another sampler's examples, moved within their steps so that replicas have similar work.
 
-    Each step keeps its examples, and so its loss over all of them and its gradients. ``shape`` has micro-steps,
-    replicas and examples per replica of a step; a partial last step stays as it is.
+    A step keeps its examples, and so loss and gradients. ``shape``: micro-steps, replicas and examples per replica of a
+    step; a partial last step stays as it is.
     """
 
     def __init__(self, base: Any, work: Callable[[int], int], shape: tuple[int, int, int]) -> None:
@@ -65,7 +65,7 @@ class EvenSampler(Sampler[int]):
 
 
 def balance_steps(trainer: Any, loader: Any) -> None:
-    """Deal the batches of a trainer's loader by the work of their examples, in place."""
+    """Deal a trainer's loader by its examples' work, in place."""
     data: Any = trainer.train_dataset
     sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
     if sampler is None or not has_length(trainer.train_dataset):
@@ -85,7 +85,7 @@ def balance_steps(trainer: Any, loader: Any) -> None:
 
 
 def _uncounted(trainer: Any) -> str | None:
-    """Name the loss that may not be a sum over a step's targets divided by their number; None if it is one."""
+    """Name the loss that may not be a sum over a step's targets over their number; None if it is one."""
     method = method_behind(trainer, "compute_loss")
     owner = f"{method.__module__}.{method.__qualname__}".removesuffix(".compute_loss")
     if classifies(trainer.model):
@@ -96,9 +96,9 @@ def _uncounted(trainer: Any) -> str | None:
 
 
 def work_of(trainer: Any) -> Callable[[int], int]:
-    """Compute the cost of an example in (query, key) pairs: causal attention, plus its tokens times the per-token rest.
+    """Return an example's cost in (query, key) pairs: causal attention, plus tokens times the rest.
 
-    A forward pass takes 4 C FLOPs per pair and layer (C hidden size, for all heads) and 2 per token and weight.
+    A forward pass takes 4 C FLOPs per pair and layer (C hidden size, all heads) and 2 per token and weight.
     """
     config, data = trainer.model.config.get_text_config(), trainer.train_dataset
     embeddings = sum(weight.numel() for weight in trainer.model.get_input_embeddings().parameters())
@@ -111,7 +111,7 @@ def work_of(trainer: Any) -> Callable[[int], int]:
 
 
 def lengths_of(example: Any) -> list[int]:
-    """Return the lengths of an example's documents (several if packed by TRL); UnsupportedError without own tokens."""
+    """Return the lengths of an example's documents (several if TRL packed it); UnsupportedError without tokens."""
     if "seq_lengths" in example:
         return list(example["seq_lengths"])
     if "input_ids" not in example:

@@ -1,10 +1,7 @@
 """A model on a ring that is called like any model: with whole batches, for whole results.
 
-Trainers call ``model(input_ids=..., labels=...)`` in many places, so batches are split there: each rank of a ring gives
-the same whole batch, takes its part, and gets the loss, logits or log-probabilities of all of it. Gradients are
-averaged over replicas: to a trainer a ring is one process of data parallelism.
-
-B batch, S global tokens, T local tokens, V vocabulary, R replicas.
+Trainers call ``model(input_ids=..., labels=...)`` in many places, so batches are split there. Gradients are averaged
+over replicas: to a trainer a ring is one process. B batch, S global tokens, T local tokens, V vocabulary, R replicas.
 """
 
 import inspect
@@ -53,11 +50,10 @@ class WholeBatches:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a whole batch; return what transformers' model gives for it, on every rank of the ring.
 
-        A classifier gives its logits, with labels also a loss. Others, with labels: the loss, and logits (B, S, V) if
-        ``whole_logits`` asks for them. Without: differentiable logits. With ``fused_lm_head=True``: TRL's fused output.
-        ``num_items_in_batch`` counts the targets on all replicas; the loss is then 1/R, since callers multiply it by
-        the number of processes, as Trainer does. A batch from ``shard_batch`` has the loss and gradients that it has
-        without a trainer.
+        With labels: the loss, and logits (B, S, V) if ``whole_logits`` asks; else differentiable logits; a classifier's
+        logits always. ``fused_lm_head=True``: TRL's fused output. ``num_items_in_batch`` counts all replicas' targets;
+        the loss is then 1/R, since callers multiply by the number of processes, as Trainer does. A batch from
+        ``shard_batch`` has its loss and gradients without a trainer.
         """
         call: Any = super().__call__  # pyright: ignore[reportAttributeAccessIssue]
         if args:
@@ -79,7 +75,7 @@ class WholeBatches:
     """Transformers' own flags, which TRL turns off around passes without gradients. The ring's keeps nothing there."""
 
     def gradient_checkpointing_enable(self: Any, *args: Any, **kwargs: Any) -> None:
-        """Note once that layers are checkpointed as ``RingConfig(checkpoint=...)`` says."""
+        """Note once that ``RingConfig(checkpoint=...)`` decides."""
         if self.ring_checkpoint == "none":
             raise UnsupportedError(
                 "gradient_checkpointing=True contradicts RingConfig(checkpoint='none'); drop one of the two"
@@ -105,7 +101,7 @@ def takes_whole_batches(
     config: StepConfig,
     autocast: Callable[..., AbstractContextManager[Any]] | None = None,
 ) -> None:
-    """Put a model on a ring if needed and let it take whole batches; in place. ``autocast`` makes its contexts."""
+    """Put a model on a ring if needed and let it take whole batches, in place. ``autocast`` makes its contexts."""
     base = base_of(model)
     fused, plain = take_fused_forward(base), type(base).forward
     if not _is(base, RingCausalLM):
@@ -198,7 +194,7 @@ def _of_replica(model: Any, loss: Tensor, *, is_counted: bool) -> Tensor:
 
 
 def _loss_of(model: Any, output: Any, targets: Tensor, count: int | None) -> Tensor:
-    """Compute the evaluation loss over all replicas from local logits (B, T, V), no gradient; NaN without targets."""
+    """Compute the evaluation loss over all replicas from local logits (B, T, V); NaN without targets."""
     losses = cross_entropy(
         output.logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
     )

@@ -1,7 +1,4 @@
-"""A classifier on a ring that is called like any classifier: with whole batches and their labels.
-
-B batch, S global tokens, L labels, R replicas.
-"""
+"""A classifier on a ring, called with whole batches and labels. B batch, S global tokens, L labels, R replicas."""
 
 from collections.abc import Callable
 from typing import Any
@@ -24,8 +21,7 @@ def classifies(model: Any) -> bool:
 def classified(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
     """Run the whole batch in ``kwargs``: logits (B, L), or (B, S, L) for tokens, on all ranks; with labels also a loss.
 
-    Transformers' classifiers take a mean and ignore ``num_items_in_batch``, by which Trainer multiplies: if it has
-    counted, the loss is 1/R of the mean.
+    Classifiers take a mean; if Trainer has counted targets, it multiplies by the count, so the loss is 1/R of the mean.
     """
     whole = {name: kwargs.pop(name) for name in TAKEN if name in kwargs}
     labels, count = whole.pop("labels", None), kwargs.pop("num_items_in_batch", None)

@@ -1,4 +1,4 @@
-"""The configuration of a trainer's ring."""
+"""Configuration of a trainer's ring."""
 
 from dataclasses import dataclass, fields
 from typing import get_args
@@ -22,11 +22,11 @@ class RingConfig(StepConfig):
         replicate: rings that take different examples.
         tp: ranks that share each token's heads and feed-forward.
         mesh: an existing one, as for ``parallelize``, in place of the three sizes.
-        balance: ``flops`` moves examples within each step so that replicas have equal work, for Trainer and SFT. The
-            step's examples and loss stay the same.
+        balance: ``flops`` moves examples within each step, which keeps its loss, so that replicas have equal work; for
+            Trainer and SFT.
 
     Raises:
-        ConfigError: an unknown ``balance``. When a trainer is made: sizes whose product is not the number of ranks.
+        ConfigError: an unknown ``balance``; when a trainer is made, sizes that do not give the number of ranks.
     """
 
     ring: int | None = None
@@ -48,7 +48,7 @@ class RingConfig(StepConfig):
 
     @property
     def replicas(self) -> int:
-        """Number of rings that take different examples."""
+        """Rings that take different examples."""
         return self.replicate if self.mesh is None else ring_mesh(self.mesh)["replicate"].size()
 
     @property

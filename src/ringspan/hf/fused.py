@@ -1,9 +1,7 @@
-"""TRL's fused head on a ring: per-token log-probabilities, entropies and the rest, by its own code.
+"""TRL's fused head on a ring: per-token log-probabilities and entropies, by its own code.
 
-``add_fused_lm_head`` sets a ``forward`` that runs the decoder, then TRL's kernels on its hidden states. On a ring the
-ring's pass runs the decoder; TRL's forward is then called on the local hidden states, in place of a model.
-
-B batch, S global tokens, T local tokens.
+``add_fused_lm_head`` sets a ``forward``: decoder, then TRL's kernels on hidden states. The ring's pass runs the
+decoder; TRL's forward gets local hidden states in place of a model. B batch, S global tokens, T local tokens.
 """
 
 from collections.abc import Callable
@@ -31,9 +29,9 @@ def take_fused_forward(model: Any) -> Callable[..., Any] | None:
 
 
 def fused_output(model: Any, call: Callable[..., Any], gathered: Callable[[Tensor], Tensor], count: int | None) -> Any:
-    """Return TRL's ``FusedCausalLMOutput``, with (B, S) numbers in the order of the whole batch on every rank.
+    """Return TRL's ``FusedCausalLMOutput``, (B, S) in the whole batch's order on every rank.
 
-    ``call`` is the ring's pass of the local batch, ``count`` the targets to divide the loss by, None for the batch's.
+    ``call``: the ring's pass of the local batch; ``count``: targets to divide the loss by, None for the batch's.
     """
     forward: Any = getattr(vars(model).get("forward"), "__func__", None) or vars(model).get("ring_fused_forward")
     if forward is None:

@@ -1,4 +1,4 @@
-"""An accelerate training loop on a ring, whose calls mean what they mean on one process."""
+"""An accelerate training loop on a ring."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,10 +35,10 @@ def ring_accelerator(ring: RingConfig | None = None, **options: Any) -> "LoopAcc
                 accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step(); scheduler.step(); optimizer.zero_grad()
 
-    ``prepare`` only puts the model on the ring; the model takes whole batches. Loaders give the ranks of a ring the
-    same batches and replicas different ones; ``num_processes``, ``gather``, ``reduce`` and a scheduler's steps count
-    replicas. Losses and weights are those of one process per replica, or of one process with the whole batch. Every
-    rank makes each call.
+    ``prepare`` only puts the model on the ring, where it takes whole batches. Loaders give a ring's ranks the same
+    batches and replicas different ones; ``num_processes``, ``gather``, ``reduce`` and a scheduler's steps count
+    replicas. Losses and weights are those of one process per replica, or of one with the whole batch. Every rank makes
+    each call.
 
     Args:
         ring: sizes of the mesh and options of ``parallelize``; all ranks in one ring when None.
@@ -96,11 +96,7 @@ class LoopAccelerator(RingAccelerator):
     trigger_sync_in_backward = _refuse("trigger_sync_in_backward", "use accumulate")
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """Call ``Accelerator.prepare``; an optimizer of the model's parameters gets their shards.
-
-        Raises:
-            UnsupportedError: an optimizer that has taken steps, or has other parameters.
-        """
+        """Call ``Accelerator.prepare``; an optimizer of the model's parameters, without steps, gets their shards."""
         models = [item for item in args if isinstance(item, nn.Module)]
         names = {id(p): (model, name) for model in models for name, p in model.named_parameters()}
         for optimizer in (item for item in args if isinstance(item, torch.optim.Optimizer)):
@@ -115,7 +111,7 @@ class LoopAccelerator(RingAccelerator):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
-        """Prepare a scheduler that steps once per replica, as accelerate's does per process."""
+        """Prepare a scheduler that steps once per replica, as accelerate's per process."""
         if getattr(scheduler, "_is_accelerate_prepared", False):
             return super().prepare_scheduler(scheduler)
         prepared: Any = super().prepare_scheduler(scheduler)
@@ -128,7 +124,7 @@ class LoopAccelerator(RingAccelerator):
         return whole_weights(model)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
-        """Save the state, with the optimizers' in shards, which ``load_state`` reads on any mesh."""
+        """Save the state, optimizers' in shards that ``load_state`` reads on any mesh."""
         if not safe_serialization:
             raise UnsupportedError("safe_serialization=False writes pickles; leave it out")
         with self._without_split() as (models, optimizers):
@@ -150,11 +146,7 @@ class LoopAccelerator(RingAccelerator):
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Load the state that ``save_state`` wrote on any mesh.
-
-        Raises:
-            CheckpointError: weights or optimizers are missing, damaged, or of another model.
-        """
+        """Load what ``save_state`` wrote on any mesh; CheckpointError if missing, damaged or another model's."""
         with self._without_split() as (models, optimizers):
 
             def read(_: object, folder: str) -> None:
@@ -178,7 +170,7 @@ class LoopAccelerator(RingAccelerator):
 
     @contextmanager
     def _without_split(self) -> Iterator[tuple[list[Any], list[Any]]]:
-        """Hide split objects while accelerate saves or loads what is whole on every rank."""
+        """Hide split objects while accelerate saves or loads what each rank has whole."""
         kept = self._models, self._optimizers
         self._models, self._optimizers = [], []
         try:

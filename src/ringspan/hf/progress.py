@@ -1,7 +1,4 @@
-"""A trainer's checkpoint without the model: optimizer state in shards and random numbers of replicas.
-
-Each rank writes its own part of the optimizer's state and reads the slices it needs, on any mesh.
-"""
+"""A trainer's checkpoint without the model: optimizer state in shards for any mesh, replicas' random numbers."""
 
 import os
 import tempfile
@@ -39,7 +36,7 @@ def save_optimizer(folder: Path, model: nn.Module, optimizer: Any, step: int, me
 
 
 def load_optimizer(folder: Path, model: nn.Module, optimizer: Any) -> None:
-    """Load the state that ``save_optimizer`` wrote on any mesh. Errors are raised on all ranks."""
+    """Load ``save_optimizer``'s state of any mesh. Errors are raised on all ranks."""
     if not (folder / FOLDER).is_dir():
         advice = "; it was saved without a ring" if (folder / "optimizer.pt").is_file() else ""
         raise CheckpointError(
@@ -71,7 +68,7 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def load_adapter(folder: Path, model: nn.Module) -> bool:
-    """Fill the adapter of a PEFT model from a folder; return False if the model has none."""
+    """Fill a PEFT model's adapter from a folder; return False if the model has none."""
     if not is_peft(model):
         return False
     from peft import load_peft_weights, set_peft_model_state_dict
@@ -91,7 +88,7 @@ def load_adapter(folder: Path, model: nn.Module) -> bool:
 
 @contextmanager
 def random_state_folder(folder: Path, index: int, world_size: int) -> Iterator[str]:
-    """Yield a folder with this rank's random numbers for Trainer, or another rank's if the run had fewer."""
+    """Yield a folder with this rank's random numbers for Trainer, or another's if the run had fewer ranks."""
     own = f"rng_state_{index}.pth" if world_size > 1 else "rng_state.pth"
     there = [folder / name for name in (own, "rng_state_0.pth", "rng_state.pth")]
     source = next((path for path in there if path.is_file()), None)

@@ -1,4 +1,4 @@
-"""Refusals of trainer arguments that would not be exact on a ring, with the alternative."""
+"""Refusals of trainer arguments that would not be exact, with the alternative."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -119,7 +119,7 @@ def refuse_accelerator(accelerator: Any) -> None:
 
 
 def refuse_loss_options(model: Any) -> None:
-    """Raise UnsupportedError for additions to the ring's loss if TRL or ``compute_loss_func`` computes the loss."""
+    """Refuse additions to the ring's loss if TRL or ``compute_loss_func`` computes the loss."""
     if not (model.training and torch.is_grad_enabled()):
         return
     for name in ("label_smoothing", "z_loss"):
@@ -141,7 +141,7 @@ _EXPLAINED: Final = {
 
 @contextmanager
 def explained(method: Any) -> Iterator[None]:
-    """Turn failures of a user's loss method that come from the ring into UnsupportedError with the needed change."""
+    """Turn failures of a user's loss that come from the ring into UnsupportedError with the needed change."""
     try:
         yield
     except (AttributeError, RuntimeError, TypeError) as error:

@@ -1,8 +1,4 @@
-"""An accelerator that counts a ring as one process: it deals out, gathers and averages per replica.
-
-The ranks of a ring share one batch, and each has its loss and predictions; in terms of ``num_processes`` a ring is
-therefore one process.
-"""
+"""An accelerator that counts a ring as one process: it deals out, gathers and averages per replica."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -35,18 +31,18 @@ class RingAccelerator(Accelerator):
 
     @property
     def num_processes(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the number of replicas."""
+        """Number of replicas."""
         return self.ring_mesh["replicate"].size()
 
     @property
     def process_index(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Return the index of this rank's replica."""
+        """Index of this rank's replica."""
         return self.ring_mesh["replicate"].get_local_rank()
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
     ) -> nn.Module:
-        """Return the model on the ring, never wrapped; for evaluation one of another kind (a reward model) as it is."""
+        """Return the model on the ring, never wrapped; for evaluation another kind (a reward model) as it is."""
         head = getattr(model, "get_output_embeddings", None)
         if evaluation_mode and (head is None or head() is None) and not is_classifier(model):
             return super().prepare_model(model, device_placement, evaluation_mode)
@@ -60,7 +56,7 @@ class RingAccelerator(Accelerator):
             super().backward(loss, **kwargs)
 
     def gather(self, tensor: Any) -> Any:
-        """Concatenate the tensors of all replicas along the first dimension."""
+        """Concatenate all replicas' tensors along the first dimension."""
         return recursively_apply(self._gather_one, tensor, error_on_other_type=True)
 
     def _gather_one(self, tensor: Tensor) -> Tensor:
@@ -72,7 +68,6 @@ class RingAccelerator(Accelerator):
         return torch.cat(parts)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Reduce to the sum or mean over all replicas."""
         assert reduction in _REDUCTIONS, f"reduction={reduction!r}"
 
         def one(tensor: Tensor) -> Tensor:
@@ -85,7 +80,7 @@ class RingAccelerator(Accelerator):
         return recursively_apply(one, tensor, error_on_other_type=True)
 
     def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
-        """Pad tensors along a dimension to the longest of all replicas."""
+        """Pad along a dimension to the longest of all replicas."""
 
         def one(tensor: Tensor) -> Tensor:
             if dim >= tensor.ndim or self.num_processes == 1:
@@ -101,7 +96,7 @@ class RingAccelerator(Accelerator):
 
     @contextmanager
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
-        """Yield this replica's part of some inputs, the same on every rank of its ring."""
+        """Yield this replica's part of the inputs."""
         replica: Any = SimpleNamespace(
             num_processes=self.num_processes, process_index=self.process_index, device=self.device
         )
@@ -109,7 +104,7 @@ class RingAccelerator(Accelerator):
             yield part
 
     def check_trigger(self) -> bool:
-        """Return True if any rank of any ring has called ``set_trigger`` since this was last true."""
+        """Return True if any rank of any ring has called ``set_trigger`` since the last True."""
         is_set = any(gather_over(self.ring_mesh, self.flag_tensor is not None and bool(self.flag_tensor)))
         if is_set:
             self.flag_tensor = None
@@ -135,7 +130,6 @@ def without_repeats(accelerator: RingAccelerator, inputs: Any) -> Any:
 
 
 def count_rings(accelerator: Accelerator, mesh: DeviceMesh, config: Any) -> RingAccelerator:
-    """Make an accelerator count rings, in place."""
     ours: Any = accelerator
     ours.__class__ = RingAccelerator
     ours.ring_mesh, ours.ring_config = mesh, config

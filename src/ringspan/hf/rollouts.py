@@ -1,4 +1,4 @@
-"""Trainers that generate completions (GRPO, RLOO): counts per process become per replica, each ring asks once."""
+"""Trainers that generate completions (GRPO, RLOO): counts are per replica, each ring asks once."""
 
 import functools
 import logging
@@ -28,7 +28,7 @@ _log: Final = logging.getLogger(__name__)
 
 
 def count_generations(args: Any, replicas: int) -> None:
-    """Count the completions of one generation by replica, where TRL counts ranks; ``steps_per_generation`` stays."""
+    """Count a generation's completions by replica, where TRL counts ranks; ``steps_per_generation`` stays."""
     steps = getattr(args, "steps_per_generation", None)
     if steps is None:
         return
@@ -51,7 +51,7 @@ def count_generations(args: Any, replicas: int) -> None:
 
 
 def share_rollouts(trainer: Any) -> None:
-    """Share random numbers, completions and rewards within each ring, with its first rank's values; in place."""
+    """Share random numbers, completions and rewards of each ring's first rank within it; in place."""
     if not (hasattr(trainer, "num_generations") and hasattr(trainer, "reward_funcs")):
         return
     set_seed(trainer.args.seed + trainer.accelerator.process_index)
@@ -78,10 +78,7 @@ def _rewards(result: Any, num_completions: int) -> list[Any]:
 def first_of_ring(
     function: Callable[..., Any], mesh: DeviceMesh, checked: Callable[[Any, int], Any] | None = None
 ) -> Callable[..., Any]:
-    """Wrap a function so that all ranks of a ring get the result of its first rank.
-
-    ``checked`` takes the result and the number of prompts, and returns the value to use, or raises.
-    """
+    """Wrap a function so that a ring's ranks get its first rank's result, through ``checked(result, prompts)``."""
 
     @functools.wraps(function)
     def shared(*args: Any, **kwargs: Any) -> Any:
@@ -138,7 +135,7 @@ def of_first(thing: Any, mesh: DeviceMesh) -> Any:
 
 @contextmanager
 def rollout_of_replica(trainer: Any) -> Iterator[None]:
-    """Put our gathers under the names by which TRL calls accelerate's, and keep random numbers equal in a ring."""
+    """Put our gathers under accelerate's names that TRL calls, and keep random numbers equal in a ring."""
     accelerator, mesh = trainer.accelerator, trainer.ring_mesh
     group = mesh["replicate"].get_group()
 

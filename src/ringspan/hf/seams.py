@@ -1,7 +1,4 @@
-"""Every private name of other libraries that ``ringspan.hf`` uses; a test fails by name when a release moves one.
-
-A public method that does the same is overridden in ``trainer.py`` instead.
-"""
+"""Every private name of other libraries that ``ringspan.hf`` uses; a test names one that a release moves."""
 
 import inspect
 import sys
@@ -51,7 +48,7 @@ _GONE: Final = type(None)  # in the place of what a release no longer has, or no
 
 
 class TrainerSeams(_Trainer):
-    """Mix-in before a trainer: its own private methods."""
+    """Mix-in before a trainer: its private methods."""
 
     def _generate_and_score_completions(self: Any, inputs: Any) -> Any:
         with self.rollout():
@@ -62,7 +59,7 @@ class TrainerSeams(_Trainer):
 
 
 class OwnParts(Trainer):
-    """Mix-in right before transformers' Trainer for its private methods, so that subclasses' own run first."""
+    """Mix-in right before transformers' Trainer for its private methods: subclasses' own run first."""
 
     def _save(self: Any, output_dir: str | None = None, state_dict: object = None) -> None:
         self.save_beside_model(output_dir)
@@ -98,7 +95,7 @@ def plain_optimizer(optimizer: object) -> Any:
 
 
 def method_behind(trainer: object, name: str) -> Any:
-    """Return a trainer's method of that name, past the one that the ring puts before it."""
+    """Return a trainer's method past the one that the ring puts before it."""
     owners = (kind for kind in type(trainer).__mro__ if name in vars(kind) and kind.__name__ != "RingTrainerMixin")
     return vars(next(owners))[name]
 
@@ -111,7 +108,7 @@ def is_async(function: Any) -> bool:
 
 
 def moved() -> list[str]:
-    """Name the seams that the installed releases no longer have; TRL's only if it is in use."""
+    """Name the seams that installed releases no longer have; TRL's only if it is in use."""
     found: list[str] = []
     for place, methods in OVERRIDDEN.items():
         owner = _find(place)
@@ -135,7 +132,7 @@ def moved() -> list[str]:
 
 
 def check_seams() -> None:
-    """Raise UnsupportedError for releases whose trainers would not call us, naming seam and releases."""
+    """Raise UnsupportedError for releases whose trainers would not call us, with seam and releases."""
     if found := moved():
         used = [name for name in ("transformers", "accelerate", "trl") if name in sys.modules]
         releases = ", ".join(f"{name} {import_module(name).__version__}" for name in used)

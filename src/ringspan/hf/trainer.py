@@ -1,4 +1,4 @@
-"""The mix-in that lets transformers' Trainer and its subclasses train on a ring."""
+"""Mix-in that lets transformers' Trainer and its subclasses train on a ring."""
 
 import os
 from collections.abc import Iterator
@@ -39,9 +39,9 @@ class RingTrainerMixin(TrainerSeams):
 
         class Trainer(RingTrainerMixin, transformers.Trainer): ...
 
-    Losses, gradients, metrics and weights are those of the trainer on one process. To the trainer a ring is one
-    process: batch sizes are per replica, and all ranks of a ring get the same examples. Call ``train``, ``evaluate``,
-    ``predict`` and ``save_model`` on every rank.
+    Losses, gradients, metrics and weights are those of one process. To the trainer a ring is one process: batch sizes
+    are per replica, and a ring's ranks get the same examples. Call ``train``, ``evaluate``, ``predict`` and
+    ``save_model`` on every rank.
 
     Args:
         ring: sizes of the mesh and options of ``parallelize``; the model goes onto the ring when the trainer is made.
@@ -72,7 +72,7 @@ class RingTrainerMixin(TrainerSeams):
         agree_on(self)
 
     def train(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Train; an error of a callback, data set or user function on one rank is raised on all."""
+        """Train; one rank's error of a callback, data set or user function is raised on all."""
         with preparing(self.ring_mesh, "train"):
             return super().train(*args, **kwargs)
 
@@ -87,7 +87,7 @@ class RingTrainerMixin(TrainerSeams):
             return super().predict(*args, **kwargs)
 
     def add_callback(self: Any, callback: Any) -> None:
-        """Add a callback, unless it would not be exact on a ring."""
+        """Add a callback, unless it would not be exact."""
         refuse_callback(callback)
         super().add_callback(callback)
 
@@ -167,7 +167,7 @@ class RingTrainerMixin(TrainerSeams):
         return None if loss is None else whole(loss), logits, labels
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save a folder that ``from_pretrained`` or PEFT opens; every rank calls it, and rank 0 writes."""
+        """Save a folder that ``from_pretrained`` or PEFT opens; every rank calls it, rank 0 writes."""
         folder = self.args.output_dir if output_dir is None else output_dir
         self.model.save_pretrained(folder)
         super().save_model(output_dir, _internal_call)
@@ -193,25 +193,22 @@ class RingTrainerMixin(TrainerSeams):
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
     def load_progress(self: Any, checkpoint: str) -> None:
-        """Load the optimizer's and the scheduler's state, saved on any mesh."""
         load_optimizer(Path(checkpoint), self.model, plain_optimizer(self.optimizer))
         state = torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True)
         self.lr_scheduler.load_state_dict(state)
 
     def load_adapter_weights(self: Any, checkpoint: str) -> bool:
-        """Load the adapter of the checkpoint; return False if the model has none."""
         return load_adapter(Path(checkpoint), self.model)
 
     def rollout(self) -> AbstractContextManager[None]:
         return rollout_of_replica(self)
 
     def first_ranks(self: Any, answer: Any) -> Any:
-        """Return the answer of a tool on the ring's first rank: on others it may differ, or fail."""
+        """Return a tool's answer on the ring's first rank: on others it may differ, or fail."""
         return of_first(answer, self.ring_mesh)
 
     @contextmanager
     def random_state_of_replica(self: Any, checkpoint: str) -> Iterator[str]:
-        """Yield a folder with the random numbers that this rank continues with."""
         with random_state_folder(Path(checkpoint), self.args.process_index, self.args.world_size) as folder:
             yield folder
 

@@ -1,4 +1,4 @@
-"""The JAX back end: the same geometry, carried out by ``shard_map`` and ``ppermute``. Needs ``ringspan[jax]``."""
+"""The JAX back end: the same geometry by ``shard_map`` and ``ppermute``. Needs ``ringspan[jax]``."""
 
 # ruff: noqa: E402 - asked for before the modules below import it
 from ringspan.core.messages.extras import require

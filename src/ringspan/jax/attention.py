@@ -1,7 +1,4 @@
-"""The one public attention of the JAX back end: exact attention of a sequence that is split over a mesh axis.
-
-B batch, H query heads, G key/value heads, T local tokens, S global tokens, D head size, E value head size.
-"""
+"""The JAX back end's one public attention."""
 
 from functools import lru_cache, partial
 from typing import Final
@@ -48,29 +45,27 @@ def ring_attention(
 ) -> Array:
     """Exact attention of the local queries to the keys of all ranks, inside ``shard_map``; differentiable in reverse.
 
-    On the gathered arrays it equals ``softmax(scale q k^T where mask allows) v``; a query that may see nothing gives 0.
-    ``jit``, ``vmap``, ``checkpoint`` and ``scan`` compose with it; ``jax.checkpoint_policies
-    .save_only_these_names("ring_attention")`` recomputes a layer but not its attention.
-
-    The arrays' values past the length of the layout, NaN too, change no result and no gradient.
+    On the gathered arrays: ``softmax(scale q k^T where mask allows) v``; a query that may see nothing gives 0. ``jit``,
+    ``vmap``, ``checkpoint`` and ``scan`` compose; ``jax.checkpoint_policies.save_only_these_names("ring_attention")``
+    recomputes a layer without its attention. Values past the layout's length, NaN too, change no result and no
+    gradient. B batch, H query heads, G key/value heads, T local tokens, D head size, E value head size.
 
     Args:
-        q: local queries (B, H, T, D), in the order of the layout. float32, bfloat16, float16, or float64 with x64.
+        q: local queries (B, H, T, D), in the layout's order. float32, bfloat16, float16, or float64 with x64.
         k: local keys (B, G, T', D), G dividing H; they travel unrepeated.
         v: local values (B, G, T', E).
-        axis_name: the mesh axis over which the sequence is split: the ring.
-        mask: which pairs of global positions are allowed; causal when None. Text is read by ``Mask.parse``.
-        layout: how positions are split over the ring. A name means that the sequence is N x T tokens long; pass a
-            ``Layout`` when its end is padding that no query may see.
-        key_layout: of the keys, if they are another sequence (cross-attention); default: the queries'.
+        axis_name: the mesh axis that splits the sequence: the ring.
+        mask: allowed pairs of global positions; causal when None. Text is read by ``Mask.parse``.
+        layout: the split of positions. A name means N x T tokens; pass a ``Layout`` for an end of padding.
+        key_layout: the keys', if another sequence's (cross-attention).
         scale: factor on the scores; ``D ** -0.5`` when None.
         softcap: scores become ``softcap tanh(scores / softcap)`` (Gemma 2), unless None.
-        sinks: a learnt score for each query head (H,), which takes probability and has no value (gpt-oss).
+        sinks: a learnt score per query head (H,), which takes probability and has no value (gpt-oss).
         query_chunk: most local queries whose scores exist at once, for one head on CPU.
         key_chunk: most local keys whose scores exist at once.
-        kernel: what computes a block: ``xla`` on any device; ``pallas`` on TPUs (interpreted on CPU, for tests), for
-            float32 and bfloat16, whose chunks must divide a rank's tokens; ``triton`` on GPUs with jax-triton, for
-            float32 and half precision, which takes any tokens, uses no chunks and knows no ``vmap``.
+        kernel: ``xla`` on any device; ``pallas`` on TPUs (interpreted on CPU, for tests), for float32 and bfloat16,
+            whose chunks must divide a rank's tokens; ``triton`` on GPUs with jax-triton, for float32 and half
+            precision, any tokens, no chunks, no ``vmap``.
 
     Returns:
         The local part of the result (B, H, T, E), in q's dtype.
@@ -118,7 +113,7 @@ def ring_attention(
 
 
 def _without_padding(x: Array, layout: Layout, rank: Array) -> Array:
-    """Zero the tokens past the end of the sequence: a chunk may hold some, and 0 times NaN is NaN."""
+    """Zero the tokens past the end: a chunk may hold some, and 0 times NaN is NaN."""
     if layout.padded_length == layout.length:
         return x
     tokens = jnp.asarray(_tokens_of_chunks(layout))[rank]
@@ -128,7 +123,7 @@ def _without_padding(x: Array, layout: Layout, rank: Array) -> Array:
 
 @lru_cache(maxsize=64)
 def _tokens_of_chunks(layout: Layout) -> np.ndarray:
-    """Count tokens that each rank's chunks begin with, before padding. Shape (N, 2) for zigzag, else (N, 1)."""
+    """Count each rank's chunks' tokens before padding: (N, 2) for zigzag, else (N, 1)."""
     chunks = 2 if layout.name == "zigzag" else 1
     positions = layout.permutation.reshape(layout.ranks, chunks, -1)
     return (positions < layout.length).sum(-1).astype(np.int32)
@@ -145,7 +140,7 @@ def _axis_size(axis_name: str) -> int:
 
 
 def _check_split(axis_name: str, ranks: int, rank: Array, **arrays: Array) -> None:
-    """Refuse arrays that ``shard_map`` knows to be replicated over the ring; without its checks this is unknown."""
+    """Refuse arrays that ``shard_map`` knows to be replicated over the ring; unknown without its checks."""
     if ranks == 1 or axis_name not in varying_axes(rank):
         return
     for name, x in arrays.items():
@@ -186,21 +181,19 @@ def sharded_ring_attention(
     sinks: Array | None = None,
     **options,
 ) -> Array:
-    """``ring_attention`` on whole arrays: splits them over a mesh and calls it in a ``shard_map``.
+    """``ring_attention`` on whole arrays, split over a mesh by a ``shard_map``.
 
     Args:
-        q, k, v: (B, H, S, D), (B, G, S, D) and (B, G, S, E), the tokens already in the order of the layout
-            (``ringspan.jax.shard``).
-        mesh: the devices. Of the named axes, those that it lacks are not split over.
-        axis_name, batch_axes, head_axis: the mesh axes over which tokens, batch and heads are split.
-        sinks: (H,), as in ``ring_attention``.
-        options: as ``ring_attention``.
+        q, k, v: (B, H, S, D), (B, G, S, D), (B, G, S, E), tokens in the layout's order (``ringspan.jax.shard``).
+        mesh: the devices; axes named here that it lacks split nothing.
+        axis_name, batch_axes, head_axis: the mesh axes that split tokens, batch and heads.
+        sinks: (H,), as in ``ring_attention``, and so are options.
 
     Returns:
         (B, H, S, E), split as q.
 
     Raises:
-        LayoutError: a dimension that its mesh axes do not divide, or a mesh without the axis of the ring.
+        LayoutError: a dimension that its mesh axes do not divide, or a mesh without the ring's axis.
         UnsupportedError, LayoutError: as ``ring_attention``.
     """
     if not isinstance(mesh, (Mesh, AbstractMesh)):

@@ -1,4 +1,4 @@
-"""From a whole batch (B, S) to arrays on the mesh: shift labels, add positions, pad, permute, split."""
+"""Whole batch (B, S) -> arrays on the mesh: shift labels, add positions, pad, permute, split."""
 
 from collections.abc import Mapping
 from typing import Any, Final
@@ -25,7 +25,7 @@ def shard(x: Any, layout: Layout, dim: int, *, value: float = 0) -> Array:
     """``pad(x, value)[permutation]`` along ``dim``: what a mesh axis splits into the ranks' shards.
 
     Raises:
-        LayoutError: no layout, or ``x`` does not have ``layout.length`` entries along ``dim``.
+        LayoutError: no layout, or not ``layout.length`` entries along ``dim``.
     """
     x = jnp.asarray(x)
     check_sharding(x.shape, layout, dim)
@@ -40,7 +40,7 @@ def unshard(x: Any, layout: Layout, dim: int) -> Array:
     """Invert ``shard``: in order, without padding.
 
     Raises:
-        LayoutError: no layout, or ``x`` does not have ``layout.padded_length`` entries along ``dim``.
+        LayoutError: no layout, or not ``layout.padded_length`` entries along ``dim``.
     """
     x = jnp.asarray(x)
     check_sharding(x.shape, layout, dim)
@@ -54,13 +54,12 @@ def unshard(x: Any, layout: Layout, dim: int) -> Array:
 def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, layout: LayoutName = "zigzag") -> dict[str, Array]:
     """Return a whole batch as arrays on the mesh, sequences split over dp and fsdp, tokens over sp.
 
-    Labels are shifted here, before the permutation, so that each token knows its true successor; padding gets the label
-    -100 and comes last, unseen by any real token.
+    Labels are shifted before the permutation, so each token knows its true successor; padding comes last, unseen by
+    real tokens, with the label -100.
 
     Args:
-        batch: ``input_ids`` (B, S) and ``labels`` (B, S), unshifted, or ``shift_labels`` (B, S), where entry i is the
-            target of token i.
-        mesh: from ``init_mesh``, or one with the axes that ``map_mesh`` names.
+        batch: ``input_ids`` (B, S), and unshifted ``labels`` (B, S) or ``shift_labels`` (B, S), each token's target.
+        mesh: from ``init_mesh``, or with the axes that ``map_mesh`` names.
         layout: as the model's.
 
     Returns:
@@ -118,7 +117,7 @@ def _array(name: str, value: Any) -> np.ndarray:
 
 
 def _check_integers(name: str, values: np.ndarray) -> None:
-    """Refuse what int32 would change: fractions, and numbers that are too large for it."""
+    """Refuse what int32 would change: fractions, and too large numbers."""
     if not np.issubdtype(values.dtype, np.integer):
         raise UnsupportedError(f"{name} must be integers, got {values.dtype}")
     bounds = np.iinfo(np.int32)

@@ -26,7 +26,7 @@ def blockwise_feedforward(function: Callable[[Array], Array], x: Array, *, chunk
 
     Raises:
         ConfigError: ``chunk_tokens`` that is no integer or below one.
-        UnsupportedError: ``function`` returns something else than one row for each row.
+        UnsupportedError: ``function`` returns other than one row per row.
 
     Source: Liu and Abbeel 2023, "Blockwise Parallel Transformer for Large Context Models".
     """
@@ -59,24 +59,21 @@ def blockwise_cross_entropy(
 ) -> Array:
     """Sum the cross-entropy of ``hidden @ weight.T`` in float32, ``chunk_tokens`` at a time, recomputed in backward.
 
-    Equals ``-sum(log_softmax(hidden @ weight.T)[t, targets[t]])`` over the tokens with a target. Whatever the hidden
-    states of the others are, NaN too, they change neither the loss nor a gradient.
-
-    A target outside the vocabulary raises if its value is known; inside ``jit`` it makes the loss and all gradients
-    NaN.
+    ``-sum(log_softmax(hidden @ weight.T)[t, targets[t]])`` over tokens with a target; the others' hidden states, NaN
+    too, change neither loss nor gradient. A target outside the vocabulary raises if its value is known; inside ``jit``
+    it makes loss and gradients NaN.
 
     Args:
         hidden: (T, C); weight (V, C); targets (T,) integers, -100 for none.
         chunk_tokens: tokens whose V logits exist at once.
-        vocabulary_axis: the mesh axis over which the rows of ``weight`` are split, inside ``shard_map``.
+        vocabulary_axis: the mesh axis that splits the rows of ``weight``, inside ``shard_map``.
 
     Returns:
         A float32 scalar; 0 when no token has a target.
 
     Raises:
         ConfigError: ``chunk_tokens`` that is not an integer or below one.
-        UnsupportedError: shapes that do not fit, targets that are not integers, or (outside ``jit``) one outside the
-            vocabulary.
+        UnsupportedError: shapes that do not fit, targets that are not integers, or (outside ``jit``) too large.
     """
     vocabulary = len(weight) * (lax.axis_size(vocabulary_axis) if vocabulary_axis else 1)
     _check(hidden, weight, targets, vocabulary)

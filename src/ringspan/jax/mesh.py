@@ -37,11 +37,10 @@ def init_mesh(*, dp: int = 1, fsdp: int = 1, tp: int = 1, sp: int = 1) -> Mesh:
 
 
 def map_mesh(mesh: Mesh, *, sp: Names = None, dp: Names = None, fsdp: Names = None, tp: Names = None) -> Mesh:
-    """Return a mesh with the axes of ``init_mesh`` over the devices of another mesh.
+    """Return a mesh with ``init_mesh``'s axes over another's devices; an argument is an axis or several, or None.
 
-    Not needed for the names of torchtitan and accelerate (``dp_replicate``, ``dp_shard``, ``cp``, ``sp``, ``tp``),
-    which every function recognises, in any order. Each argument is an axis of the mesh or several, None for an axis of
-    one device.
+    Every function recognises the names of torchtitan and accelerate (``dp_replicate``, ``dp_shard``, ``cp``, ``sp``,
+    ``tp``) in any order without this.
 
     Raises:
         ConfigError: a name that is not an axis or is given twice, or an axis of two or more devices without a role.
@@ -50,7 +49,7 @@ def map_mesh(mesh: Mesh, *, sp: Names = None, dp: Names = None, fsdp: Names = No
 
 
 def own_mesh(mesh: Mesh) -> Mesh:
-    """Return a mesh with ``init_mesh``'s axes over the same devices; LayoutError if none, ConfigError if unknown."""
+    """Return a mesh with ``init_mesh``'s axes over the same devices; LayoutError if no mesh, ConfigError if unknown."""
     if not isinstance(mesh, (Mesh, AbstractMesh)):
         raise LayoutError(
             f"mesh must be a jax.sharding.Mesh, got {described(mesh)}; make one with ringspan.jax.init_mesh"

@@ -1,7 +1,7 @@
-"""The schedule as data: one program for all ranks looks up its chunk pairs by its own rank and the hop.
+"""The schedule as data: one program for all ranks looks up its chunk pairs by rank and hop.
 
-Each block (queries of one rank, keys of another) becomes two short lists: runs of FULL chunk pairs, and chunk pairs
-that some tile only partly fills. Equal lists are shared: causal attention takes three on any number of ranks.
+A block (queries of a rank, keys of another) becomes two short lists: runs of FULL chunk pairs, and partly filled ones.
+Equal lists are shared: causal attention takes three on any number of ranks.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -26,7 +26,7 @@ Partial = tuple[int, int, tuple[tuple[int, int, int, int, int, int], ...]]  # qu
 
 @dataclass(frozen=True)
 class Chunks:
-    """T local tokens as chunks of one size; the last one of a span starts early enough to end with the span.
+    """T local tokens as chunks of one size; a span's last one starts early enough to end with it.
 
     Chunk n covers [start[n], start[n] + size): [first[n], start[n] + size) is its own, the rest the previous one's.
     """
@@ -52,7 +52,7 @@ class Chunks:
 
 @dataclass(frozen=True, eq=False)
 class Course:
-    """Course of the blocks, and where each rank looks up what it computes at each hop."""
+    """Course of the blocks, and where each rank looks up a hop's work."""
 
     direction: int
     num_hops: int
@@ -62,7 +62,7 @@ class Course:
 
 @dataclass(frozen=True, eq=False)
 class Program(Course):
-    """Work of each rank at each hop. Lists are padded to the longest; the numbers say how much of them counts."""
+    """Work of each rank at each hop, in lists padded to the longest; the numbers say how much counts."""
 
     query_size: int
     key_size: int
@@ -76,7 +76,7 @@ class Program(Course):
 
 @lru_cache(maxsize=64)
 def compile_program(layout: Layout, key_layout: Layout, mask: Mask, query_chunk: int, key_chunk: int) -> Program:
-    """Compile the program of a ring for one mask, without hops that no rank needs."""
+    """Compile a ring's program for a mask, without hops that no rank needs."""
     queries, keys = Chunks.of(layout, query_chunk), Chunks.of(key_layout, key_chunk)
     course, rows = _look_up(layout, key_layout, mask, lambda hop: _lists(hop.tiles, queries, keys))
     bands: dict[tuple[tuple[int, ...], ...], int] = {}
@@ -116,7 +116,7 @@ class Tables(Course):
 
 @lru_cache(maxsize=64)
 def compile_tables(layout: Layout, key_layout: Layout, mask: Mask) -> Tables:
-    """Compile the tables of a ring for one mask, without hops that no rank needs."""
+    """Compile a ring's tables for a mask, without hops that no rank needs."""
     course, rows = _look_up(layout, key_layout, mask, lambda hop: hop.bands)
     tables = [Table.of(bands, layout.tokens_per_rank, key_layout.tokens_per_rank) for bands in rows]
     return Tables(
@@ -132,7 +132,7 @@ def compile_tables(layout: Layout, key_layout: Layout, mask: Mask) -> Tables:
 def _look_up(
     layout: Layout, key_layout: Layout, mask: Mask, row_of: Callable[[Hop], _Row]
 ) -> tuple[dict[str, Any], list[_Row]]:
-    """Return the fields of a ``Course``, and the distinct rows that ``row_of`` returns for the hops of all ranks."""
+    """Return a ``Course``'s fields, and the distinct rows of ``row_of`` over all ranks' hops."""
     schedules = [make_schedule(layout, mask, rank, key_layout) for rank in range(layout.ranks)]
     rows: dict[_Row, int] = {}
     which = np.zeros((layout.ranks, layout.ranks), dtype=np.int32)
@@ -202,7 +202,7 @@ def compile_pairs(program: Program) -> Pairs:
 
 
 def _lists(tiles: tuple[Tile, ...], queries: Chunks, keys: Chunks) -> tuple[tuple[Run, ...], tuple[Partial, ...]]:
-    """List runs of FULL chunk pairs, and the other allowed chunk pairs with the bands in them."""
+    """List runs of FULL chunk pairs, and the other allowed chunk pairs with their bands."""
     query_first, query_stop = np.array(queries.first), np.array(queries.start) + queries.size
     key_first, key_stop = np.array(keys.first), np.array(keys.start) + keys.size
     # The last chunk of a length that does not come out even begins earlier: rows that another chunk has are cut off
@@ -239,6 +239,5 @@ def _padded(rows: list[list[tuple[int, ...]]], columns: int) -> IntArray:
 
 
 def _stacked(rows: Sequence[IntArray]) -> IntArray:
-    """Stack the rows, zero-padded to the longest."""
     longest = max(1, *map(len, rows))
     return np.stack([np.pad(row, [(0, longest - len(row)), *[(0, 0)] * (row.ndim - 1)]) for row in rows])

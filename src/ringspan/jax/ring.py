@@ -1,4 +1,4 @@
-"""The only ring loop. Layouts and masks are data in the program; this carries it out.
+"""The only ring loop: carries out the program, in which layouts and masks are data.
 
 Hop t: send block t + 1 on its way, compute on block t; XLA overlaps the two. Keys and values are one message; in
 backward, dk and dv follow their block one hop later and end at its owner. Large blocks go one group of heads after the
@@ -26,7 +26,7 @@ from ringspan.jax.program import compile_pairs, compile_program, compile_tables
 
 @dataclass(frozen=True)
 class Ring:
-    """One attention of a ring: static, and hashable, so that traces are shared."""
+    """One attention of a ring: static and hashable, so that traces are shared."""
 
     axis_name: str
     layout: Layout
@@ -49,7 +49,6 @@ class Ring:
         return PallasKernel(program, self.scale, self.softcap, compile_pairs(program))
 
     def head_groups(self, q: Array, k: Array) -> int:
-        """Return the number of groups of heads, run one after the other."""
         pairs, on_cpu = self.kernel.program.tile_pairs, jax.default_backend() == "cpu"
         return head_groups(q.shape[0] * q.shape[1], k.shape[1], self.layout.ranks, pairs, on_cpu=on_cpu)
 
@@ -187,14 +186,13 @@ def _by_heads(one_group: Callable[..., Any], groups: int, arrays: tuple[Array, .
 
 
 def _hops(one_hop: Callable[..., Any], carry: tuple[Any, ...], first: int, stop: int) -> Any:
-    """Run the hops [first, stop) on ``carry``, in a loop."""
     # In unrolled code XLA would send all blocks ahead, as they wait for no result, and so hold all N of them.
     numbers = jnp.arange(first, stop)
     return lax.scan(lambda carry, hop: (one_hop(*carry, hop), None), carry, numbers)[0] if first < stop else carry
 
 
 def _rows(x: Array, k: Array) -> Array:
-    """Group query heads by their key/value head: (B, H, T, D) -> (F, P, T, D)."""
+    """Group query heads by key/value head: (B, H, T, D) -> (F, P, T, D)."""
     return x.reshape(k.shape[0] * k.shape[1], -1, *x.shape[2:])
 
 

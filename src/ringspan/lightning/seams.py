@@ -28,10 +28,10 @@ def give_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
 
 
 class Dealing:
-    """The examples of a rank, in the order of the user's loader.
+    """A rank's examples, in the order of the user's loader.
 
-    Lightning's own training sampler shuffles even if the user's does not, unlike training on one process. So it is kept
-    from that, and asked for the same sampler once more with the loader's own order.
+    Lightning's own training sampler shuffles even if the user's does not, so it is kept from that, and asked for the
+    same sampler again with the loader's order.
     """
 
     def __init__(self, trainer: Trainer) -> None:

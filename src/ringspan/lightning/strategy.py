@@ -45,16 +45,16 @@ class RingStrategy(ModelParallelStrategy):
             def training_step(self, batch):
                 return self.model(**rs.shard_batch(batch, self.device_mesh)).loss
 
-    The ranks of a ring are given the same examples and replicas different ones, in the order of the loader (Lightning's
-    other strategies shuffle whatever trains); batch sizes are per replica. Checkpoints are Lightning's: a folder of
-    shards, which loads on any mesh, or one file.
+    A ring's ranks get the same examples and replicas different ones, in the loader's order (Lightning's other
+    strategies shuffle whatever trains); batch sizes are per replica. Checkpoints are Lightning's: a folder of shards,
+    which loads on any mesh, or one file.
 
     Args:
         ring: ranks that share a sequence; all that the other two leave when None.
         replicate: rings that take different examples.
         tp: ranks that share tokens and split heads and features.
-        save_distributed_checkpoint: each rank writes its shards into a folder; otherwise rank 0 writes one file.
-        process_group_backend: that of the devices when None.
+        save_distributed_checkpoint: each rank writes its shards into a folder; else rank 0 writes one file.
+        process_group_backend: the devices' when None.
         timeout: of the process group.
 
     Raises:
@@ -83,7 +83,7 @@ class RingStrategy(ModelParallelStrategy):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """Return the mesh with the axes ``replicate`` and ``ring``, and ``tp`` if it is above 1."""
+        """Mesh with the axes ``replicate`` and ``ring``, and ``tp`` if above 1."""
         if self._ring_mesh is None:
             raise ConfigError("device_mesh: there is none before the trainer starts; use it in configure_model")
         return self._ring_mesh
@@ -108,7 +108,6 @@ class RingStrategy(ModelParallelStrategy):
         self._dealing.take_over(ours=module.trainer.state.fn == TrainerFn.FITTING)
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Return the loader of this rank's examples, in the loader's own order."""
         assert self._dealing is not None and self.lightning_module is not None, "set up before"
         stage = self.lightning_module.trainer.state.stage
         if stage == RunningStage.PREDICTING:
@@ -146,20 +145,20 @@ class RingStrategy(ModelParallelStrategy):
         return closure_loss
 
     def on_exception(self, exception: BaseException) -> None:
-        """Tell the other ranks about the user's exception on this one; Lightning raises it."""
+        """Tell the other ranks about the user's exception; Lightning raises it."""
         super().on_exception(exception)
         if self._ring_mesh is not None and isinstance(exception, Exception):
             with suppress(Exception), preparing(self._ring_mesh, "the trainer"):
                 raise exception
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the shards of the model, or on rank 0 all of it; on every rank."""
+        """Return the model's shards, or on rank 0 all of it; on every rank."""
         check_call(self.device_mesh, Call("saving a checkpoint"))
         self._settle()
         return super().lightning_module_state_dict()
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the shards of an optimizer's state, or on rank 0 all of it."""
+        """Return an optimizer's shards of state, or on rank 0 all of it."""
         inner: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         is_new = not inner.state
         state = super().optimizer_state(inner)
@@ -184,7 +183,7 @@ class RingStrategy(ModelParallelStrategy):
 
 
 class ToldErrors(Callback):
-    """The first of a trainer's callbacks: other ranks hear of an error before the next ones save, with all ranks."""
+    """First of a trainer's callbacks: other ranks hear of an error before the next ones save, with all ranks."""
 
     def on_exception(self, trainer: Trainer, pl_module: object, exception: BaseException) -> None:
         trainer.strategy.on_exception(exception)
@@ -199,7 +198,7 @@ def _agreeing(event: str) -> Callable[..., None]:
 
 
 class AgreedStop(Callback):
-    """The last of a trainer's callbacks: all ranks stop if ``trainer.should_stop`` is set on any."""
+    """Last of a trainer's callbacks: all ranks stop if ``trainer.should_stop`` is set on any."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh

@@ -1,4 +1,4 @@
-"""Measuring on a machine: what a result says of it, its speed, and the time and memory of a piece of work."""
+"""A machine's description and speed, and the time and memory of a piece of work."""
 
 import os
 import platform
@@ -26,7 +26,7 @@ _ENOUGH_SECONDS: Final = 0.5
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return processor, device, versions and the day, as a result file states them."""
+    """Return processor, device, versions and the day, for a result file."""
     cuda = torch.cuda.is_available()
     return {
         "processor": _processor(),
@@ -41,17 +41,14 @@ def describe_machine() -> dict[str, Any]:
 
 
 def default_ranks() -> int:
-    """Return the ranks to try here: one a CUDA device, else two."""
     return torch.cuda.device_count() if torch.cuda.is_available() else 2
 
 
 def num_cores() -> int:
-    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def package_version(name: str) -> str | None:
-    """Return the version of an installed package, else None."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -59,7 +56,7 @@ def package_version(name: str) -> str | None:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """Return the peak memory of this process: allocated on its CUDA device, or resident on the CPU."""
+    """Return this process's peak memory: allocated on its CUDA device, or resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024
@@ -68,14 +65,13 @@ def peak_bytes(device: torch.device) -> int:
 
 @lru_cache(maxsize=8)
 def measure_flops(device: torch.device, dtype: torch.dtype, *, size: int | None = None) -> float:
-    """Measure the FLOP/s of a square matrix product on this rank, the best of a few; once per process."""
+    """Measure this rank's FLOP/s of a square matrix product, the best of a few; once per process."""
     size = size or (4096 if device.type == "cuda" else 1024)
     a = torch.randn(size, size, device=device, dtype=dtype)
     return 2.0 * size**3 / fastest(lambda: torch.mm(a, a), device)
 
 
 def fastest(function: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds of the quickest of a few calls."""
     times: list[float] = []
     synchronize(device)
     while len(times) < _LEAST_CALLS or (len(times) < _MOST_CALLS and sum(times) < _ENOUGH_SECONDS):
@@ -103,7 +99,7 @@ def timed(function: Callable[[], Any] | None, *, threads: int) -> float:
 
 
 def allocated_bytes(function: Callable[[], Any]) -> int:
-    """Return the most bytes that ``function()`` holds at once, without what was there before."""
+    """Return the most bytes that ``function()`` holds at once on top of those before."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()

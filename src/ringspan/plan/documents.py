@@ -43,7 +43,6 @@ class LayoutCost:
     step_seconds: float
 
     def as_json(self) -> dict[str, Any]:
-        """Return a row of ``ringspan plan --documents --json``."""
         return {
             "layout": self.layout,
             "route": self.setting.route,
@@ -55,10 +54,7 @@ class LayoutCost:
 
 
 def read_documents(text: str, length: int) -> tuple[int, ...]:
-    """Return the lengths of documents that fill ``length`` tokens: a file's, repeated in order, or lognormal ones.
-
-    The latter have a fixed seed; the last document is cut. ConfigError if ``text`` is neither.
-    """
+    """Return documents' lengths that fill ``length``: a file's, repeated, or lognormal; ConfigError for other text."""
     name, _, numbers = text.partition(":")
     lengths = _lognormal(text, numbers) if name == "lognormal" else _read(Path(text))
     found: list[int] = []
@@ -101,7 +97,6 @@ def compare_layouts(question: Question, setting: Setting, lengths: tuple[int, ..
 
 
 def _work(question: Question, split: Layout, lengths: tuple[int, ...]) -> list[int]:
-    """Count each rank's allowed pairs, over all layers."""
     kinds = Counter(question.shape.layer_windows)
     return [
         sum(

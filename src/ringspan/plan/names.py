@@ -7,7 +7,6 @@ from ringspan.core.errors import ConfigError
 
 
 def normal(name: str) -> str:
-    """Return a name in lower case, with ``-`` for blanks and underscores."""
     return name.strip().lower().replace("_", "-").replace(" ", "-")
 
 

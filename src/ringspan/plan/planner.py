@@ -46,7 +46,6 @@ class Plan:
         return self.longest.length if self.longest else 0
 
     def as_json(self) -> dict[str, Any]:
-        """Return the object of ``ringspan plan --json``."""
         device, setting = self.question.device, self.setting
         blocks = {
             "intra_node": round(min_block_tokens(device.flops, device.intra_node_bandwidth)),
@@ -118,12 +117,7 @@ class Plan:
 
 
 def make_plan(question: Question) -> Plan:
-    """Return the fastest way that fits the devices' memory; the most frugal one if none fits.
-
-    Raises:
-        ConfigError: the batch and the devices allow no mesh.
-        UnsupportedError: the route that is given exists on no mesh.
-    """
+    """Return the fastest way that fits the memory, else the most frugal one; raise if no mesh or route exists."""
     shape = question.shape
     if shape.placed_tokens > question.length:
         options = ", ".join(f"{tower.units:,} of {tower.modality}" for tower in shape.towers)
@@ -171,17 +165,13 @@ def _smallest_change(question: Question, longest: Setting | None) -> tuple[str, 
 
 
 def _shortage(question: Question, setting: Setting) -> tuple[int, int]:
-    """Return the bytes that a setting lacks, on the device and on the host."""
     on_device = training_memory(question.shape, setting).needed_bytes
     on_host = question.host_shortage(setting)
     return max(on_device, question.device.memory_bytes), on_host[1] if on_host else 0
 
 
 def weighed_seconds(setting: Setting, cost: StepCost) -> float:
-    """Return a step's seconds plus three percent for each gain that only a time model promises.
-
-    A route other than the ring, tensor parallelism, larger micro-batches, host memory.
-    """
+    """Return a step's seconds plus 3% per gain that only a time model promises: routes, tp, micro-batches, host."""
     others = setting.route != "ring", setting.tp > 1, setting.batch > 1, setting.offload != "none"
     return cost.seconds / WORTH_IT ** (sum(others) + setting.optimizer_on_host)
 
@@ -214,10 +204,7 @@ class _Race:
 
 
 def _fastest(question: Question) -> Setting | None:
-    """Return the fastest fitting policy of the smallest rings per tensor-parallel size.
-
-    Other routes and layouts are timed only if the ring waits for links or has windows.
-    """
+    """Return the smallest rings' fastest fitting policy per tp; other routes if the ring waits or has windows."""
     race = _Race(question)
     rings: dict[int, set[int]] = {}
     others: list[Setting] = []
@@ -274,10 +261,7 @@ def _larger_micro_batches(question: Question, setting: Setting) -> Iterator[Sett
 
 
 def _fastest_policies(question: Question, setting: Setting) -> Iterator[Setting]:
-    """Yield the first policy that fits on the device, and one per help of the host unless as fast.
-
-    Segments come first: at short lengths their forward pass costs more than attention's.
-    """
+    """Yield the first policy that fits on the device (segments first), and one per help of the host unless as fast."""
     for _, group in groupby(policies(question), lambda policy: (policy["offload"], policy["optimizer_on_host"])):
         candidates = list(group)
         frugal = replace(setting, **candidates[-1])

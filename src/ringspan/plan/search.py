@@ -53,10 +53,7 @@ class Question:
         return self.host_shortage(setting) is None
 
     def host_shortage(self, setting: Setting) -> tuple[str, int] | None:
-        """Return what a host lacks memory for (to load or train) and a device's needed bytes, else None.
-
-        A host of unknown memory passes while a step trains.
-        """
+        """Return what a host of known memory lacks it for (to load or train) and a device's needed bytes, else None."""
         has, use = self.device.host_memory_bytes, host_use(self.shape, setting)
         for what in ("load", "train"):
             if use[what] > has and (has or what == "train"):
@@ -76,12 +73,7 @@ class Question:
 
 @lru_cache(maxsize=256)
 def meshes(question: Question) -> tuple[Setting, ...]:
-    """Return a plain setting per valid mesh of all devices; no tensor parallelism and small rings first.
-
-    Raises:
-        ConfigError: no mesh exists.
-        UnsupportedError: the route that is given exists on none.
-    """
+    """Return a plain setting per valid mesh of all devices, small rings without tensor parallelism first, or raise."""
     found: list[Setting] = []
     refusal: UnsupportedError | None = None
     for tp in _tensor_sizes(question):
@@ -133,7 +125,6 @@ def layouts(ring: int) -> tuple[LayoutName, ...]:
 
 
 def routes(question: Question, setting: Setting) -> tuple[str, ...]:
-    """Return a mesh's routes, the ring first; or the given one."""
     if question.route != AUTO:
         return (question.route,)
     if setting.ring == 1:
@@ -156,10 +147,7 @@ def _other_routes(question: Question, setting: Setting) -> Iterator[str]:
 
 @lru_cache(maxsize=256)
 def policies(question: Question) -> tuple[dict[str, Any], ...]:
-    """Return what is kept for backward (and AdamW's moments) on device or host, from everything to the least.
-
-    Feed-forwards whole or in chunks; layers one by one, in twos, or in the most frugal segments.
-    """
+    """Return what is kept for backward (and AdamW's moments), on device or host, from everything to the least."""
     has_host = question.device.host_bandwidth > 0
     hosts = product((False, True), ("none", "activations")) if has_host else [(False, "none")]
     segments = segment_sizes(question.shape.layers)

@@ -36,7 +36,6 @@ def train_command(question: Question, setting: Setting, file: str, *, documents:
 
 
 def python_call(setting: Setting) -> str:
-    """Return the setting as a ``parallelize`` call."""
     axes = {"ring": setting.ring, "replicate": setting.replicate, "tp": setting.tp}
     mesh = ", ".join(f"{axis}={size}" for axis, size in axes.items() if axis == "ring" or size > 1)
     options = _sent(setting) | _kept(setting)
@@ -59,13 +58,11 @@ def python_call(setting: Setting) -> str:
 
 
 def _sent(setting: Setting) -> dict[str, Any]:
-    """Return the options for sending keys and values."""
     sent = {"layout": setting.layout, "route": setting.route}
     return sent if setting.comm_dtype == "exact" else sent | {"comm_dtype": setting.comm_dtype}
 
 
 def _kept(setting: Setting) -> dict[str, Any]:
-    """Return the options for what backward keeps."""
     kept: dict[str, Any] = {"checkpoint": setting.checkpoint}
     if setting.checkpoint != "none":
         kept["layers_per_checkpoint"] = setting.layers_per_checkpoint
@@ -78,5 +75,4 @@ def _kept(setting: Setting) -> dict[str, Any]:
 
 
 def _assignments(table: dict[str, Any]) -> Iterator[str]:
-    """Format TOML lines; values are written as in JSON."""
     return (f"{key} = {json.dumps(value)}" for key, value in table.items())

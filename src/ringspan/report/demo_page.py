@@ -23,7 +23,7 @@ MAX_ROWS: Final = 400  # of the long tables; the file stays small enough to send
 
 
 def write_report(result: dict[str, Any], path: Path) -> None:
-    """Write the report of a run, the object of ``ringspan demo --json``, whole or not at all; its folder is made."""
+    """Write a run's report, the object of ``ringspan demo --json``, whole or not at all; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     parts = {
         "Loss": _loss(result["metrics"], result["evaluation"]),
@@ -39,7 +39,6 @@ def write_report(result: dict[str, Any], path: Path) -> None:
 
 
 def _headline(result: dict[str, Any]) -> str:
-    """Summarize the run and its outcome in one sentence."""
     model, ranks, steps = result["model"], result["ranks"], result["metrics"]
     worst = _gradients(result["proof"])[0]["relative_difference"]
     held = {row["ring"]: row["activation_bytes"] for row in result["memory"]}
@@ -114,7 +113,7 @@ def _memory(rows: list[dict[str, Any]]) -> str:
 
 
 def _ring(result: dict[str, Any]) -> str:
-    """Show the layout that ran and its traffic, next to contiguous chunks: why the layout matters."""
+    """Show the layout that ran and its traffic, next to contiguous chunks."""
     name, length, ranks = result["layout"], result["sequence_length_tokens"], result["ranks"]
     drawn_ranks = min(ranks, len(RANK_COLOURS))
     layout = drawn = Layout(name, length, drawn_ranks)
@@ -166,7 +165,7 @@ def _setting(result: dict[str, Any]) -> str:
 
 
 def _gradients(proof: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the rows of the gradients, worst first; NaN is the worst."""
+    """Return the gradients' rows, worst first; NaN is the worst."""
     return sorted(proof["gradients"], key=lambda row: (isfinite(d := row["relative_difference"]), -d))
 
 
@@ -178,7 +177,6 @@ def _number(value: Any, form: str = "") -> str:
 
 
 def _details(title: str, heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a long table to be opened; nothing without rows."""
     if not rows:
         return ""
     more = element("p", f"The first {MAX_ROWS:,} of {len(rows):,}.") if len(rows) > MAX_ROWS else ""
@@ -232,14 +230,12 @@ def loss_picture(metrics: Sequence[dict[str, Any]], evaluation: Sequence[dict[st
 
 
 def _limits(points: Sequence[Point]) -> tuple[Point, Point]:
-    """Return the limits of the axes: left, right, bottom, top."""
     low, high = _extent(y for _, y in points)
     room = (high - low) / 16  # the last point of a good run is the lowest: keep its marker off the axis
     return _extent(x for x, _ in points), (low - room, high + room)
 
 
 def _draw_marker(page: "Axes", at: Point, colour: str, title: str, *, diamond: bool = False) -> None:
-    """Draw a dot or a diamond that shows its value on hover."""
     x, y = at
     across = 6 if diamond else 4.5
     turns = [0, 1, 2, 3] if diamond else [eighth / 4 for eighth in range(16)]
@@ -274,12 +270,10 @@ def memory_picture(memory: Sequence[dict[str, Any]]) -> "Figure":
 
 
 def megabytes(num_bytes: float) -> str:
-    """Format bytes in megabytes of 1e6 bytes."""
     return f"{num_bytes / 1e6:,.1f} MB"
 
 
 def _thin(points: list[Point], most: int) -> list[Point]:
-    """Pick at most about that many evenly spaced points, always with the last one."""
     stride = max(1, ceil(len(points) / most))
     return points[::-1][::stride][::-1]
 
@@ -293,7 +287,7 @@ def _extent(values: Iterable[float]) -> tuple[float, float]:
 
 
 def _apart(heights: list[float], gap: float) -> list[float]:
-    """Move neighbouring heights at least ``gap`` apart; meant for two."""
+    """Move neighbouring heights (of two) at least ``gap`` apart."""
     order = sorted(range(len(heights)), key=lambda index: heights[index])
     moved = list(heights)
     for upper, lower in pairwise(order):

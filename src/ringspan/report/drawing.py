@@ -1,4 +1,4 @@
-"""Pictures by matplotlib: PNG, or SVG that stands alone, with titles on hover and dark colours added here."""
+"""Pictures by matplotlib: PNG, or SVG that stands alone, with titles on hover and dark colours."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -33,7 +33,7 @@ Point = tuple[float, float]
 
 
 def canvas(width: float, height: float, label: str) -> "tuple[Figure, Axes]":
-    """Make an empty picture whose axes are its pixels, y downward; ``label`` describes it for screen readers."""
+    """Make an empty picture whose axes are its pixels, y downward; ``label`` is for screen readers."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width / 72, height / 72), dpi=72, label=label)  # SVG has 72 pixels to the inch
@@ -41,7 +41,7 @@ def canvas(width: float, height: float, label: str) -> "tuple[Figure, Axes]":
 
 
 def panel(figure: "Figure", corner: Point, size: Point, x: Point, y: Point) -> "Axes":
-    """Add bare axes from a corner in pixels from the upper left; ``x`` and ``y`` give left, right, bottom, top."""
+    """Add bare axes from a corner in pixels from the upper left; ``x`` and ``y``: left, right, bottom, top."""
     width, height = figure.get_size_inches() * 72
     (left, top), (wide, high) = corner, size
     axes = figure.add_axes((left / width, 1 - (top + high) / height, wide / width, high / height), xlim=x, ylim=y)
@@ -53,7 +53,7 @@ def text(
     axes: "Axes", x: float, y: float, content: object, colour: str = INK, anchor: str = "left", *, size: float = 13,
     strong: bool = False, halo: bool = False, rotation: float = 0,
 ) -> None:  # fmt: skip
-    """Write words at their baseline; ``anchor`` is left, center or right. A halo keeps them legible on any colour."""
+    """Write words at their baseline; ``anchor`` is left, center or right. A halo keeps them legible."""
     # Without mathematics: a dollar in a path or a name is a dollar.
     axes.text(
         x, y, str(content), color=colour, ha=anchor, va="baseline", fontsize=size, parse_math=False,
@@ -95,7 +95,7 @@ def line(axes: "Axes", x: Sequence[float], y: Sequence[float], colour: str, widt
 
 
 def spots(axes: "Axes", edges: Sequence[float], titles: Iterable[str]) -> None:
-    """Draw hover stripes between neighbouring edges, over the full height of the axes, otherwise invisible."""
+    """Draw hover stripes between neighbouring edges, over the axes' full height, otherwise invisible."""
     bottom, top = axes.get_ylim()
     for start, stop, title in zip(edges[:-1], edges[1:], titles, strict=True):
         rectangle(axes, start, bottom, stop - start, top - bottom, "none", kind="spot", title=title)
@@ -114,7 +114,7 @@ def dress(axes: "Axes", x_label: str, y_label: str, size: float = 10) -> None:
 
 
 def svg(figure: "Figure") -> str:
-    """Return the figure as an SVG element for a page or a file."""
+    """Return the figure as an SVG element."""
     from matplotlib import rc_context
 
     written = StringIO()
@@ -145,6 +145,5 @@ def _opened(found: re.Match[str]) -> str:
 
 
 def _rounded(path: str) -> str:
-    """Round a path to a tenth of a pixel, without needless spaces."""
     path = re.sub(r"\d+\.\d{2,}", lambda found: f"{float(found[0]):.1f}".rstrip("0").rstrip("."), path)
     return re.sub(r"\s*([A-Za-z])\s*", r"\1", path)

@@ -1,4 +1,4 @@
-"""Pictures and page of ``ringspan eval`` for several models: accuracy by length and depth, and loss by position."""
+"""Pictures and page of ``ringspan eval``: accuracy by length and depth, and loss by position."""
 
 from collections.abc import Sequence
 from html import escape
@@ -21,14 +21,14 @@ _DARK_FROM = 0.7
 
 
 def short_names(results: Sequence[Result]) -> list[str]:
-    """Return the last part of the models' names, or the whole names if these collide."""
+    """Return the last part of the models' names, or whole names if these collide."""
     names = [str(result["model"]) for result in results]
     last = [name.rstrip("/").rpartition("/")[2] or name for name in names]
     return last if len(set(last)) == len(last) else names
 
 
 def write_page(results: Sequence[dict[str, Any]], path: Path, line: str, about: str = "") -> None:
-    """Write the page of one task, a result per model, whole or not at all; ``line`` is the command line."""
+    """Write a task's page, a result per model, whole or not at all; ``line`` is the command line."""
     is_map = any("depth" in row for result in results for row in result["rows"])
     said = (
         "Point at a cell for its 95% interval." if is_map else "Bands are 95% intervals. Point at a curve for values."
@@ -71,13 +71,12 @@ def _accuracy(row: Result) -> tuple[str, str]:
 
 
 def _interval(row: Result) -> tuple[str, str]:
-    """Return a loss's interval and its bits per byte, - if unknown."""
     interval = "-" if row["low"] is None else f"{row['low']:.4f} to {row['high']:.4f}"
     return interval, "-" if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}"
 
 
 def picture(results: Sequence[Result]) -> "Figure":
-    """Draw the picture that fits the rows: a map if there are depths, else curves."""
+    """Draw what fits the rows: a map if they have depths, else curves."""
     rows = [row for result in results for row in result["rows"]]
     if any("loss" in row for row in rows):
         return curves(results, "loss", "position (tokens)", "loss (nats per token)")
@@ -87,7 +86,7 @@ def picture(results: Sequence[Result]) -> "Figure":
 
 
 def save_picture(results: Sequence[Result], path: Path) -> None:
-    """Write the picture as PNG or SVG, by the file's ending."""
+    """Write PNG or SVG, by the file's ending."""
     figure = picture(results)
     if path.suffix == ".svg":
         path.write_text(draw.svg(figure), encoding="utf-8")
@@ -96,7 +95,7 @@ def save_picture(results: Sequence[Result], path: Path) -> None:
 
 
 def curves(results: Sequence[Result], name: str, x_label: str, y_label: str, unit: str = "tokens") -> "Figure":
-    """Draw a curve per model over lengths on a logarithmic axis, with its 95% interval, and values on hover."""
+    """Draw a curve per model over lengths (logarithmic), with its 95% interval, and values on hover."""
     names = short_names(results)
     is_share = name == "accuracy"
     left, top, right, bottom = 66.0, 16.0, 420.0, 250.0

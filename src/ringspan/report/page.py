@@ -1,4 +1,4 @@
-"""One self-contained HTML file: text, tables and inline SVG; nothing is fetched, and text stays text."""
+"""One self-contained HTML file: text, tables and inline SVG; nothing is fetched, text stays text."""
 
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -73,7 +73,7 @@ def write_whole(path: Path, content: str) -> None:
 
 
 def element(tag: str, *children: str, **attributes: object) -> str:
-    """Return one element with its attributes escaped; ``children`` are markup. ``aria_label`` becomes aria-label."""
+    """Return an element with its attributes escaped; ``children`` are markup. ``aria_label`` becomes aria-label."""
     written = "".join(
         f' {name.rstrip("_").replace("_", "-")}="{escape(str(value))}"' for name, value in attributes.items()
     )
@@ -99,7 +99,6 @@ def table(rows: Iterable[Sequence[object]], heads: Sequence[str] = (), caption: 
 
 
 def section(title: str, *parts: str, name: str) -> str:
-    """Return a section with its heading; ``name`` is its id."""
     heading = element("h2", escape(title), id=f"{name}-title")
     return element("section", heading, *parts, id=name, aria_labelledby=f"{name}-title")
 

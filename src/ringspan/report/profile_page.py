@@ -1,4 +1,4 @@
-"""A profile as pictures: a page with hovering and zooming, and PNG files."""
+"""A profile as pictures: a page with hover and zoom, and PNG files."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -55,7 +55,7 @@ _ZOOM: Final = (
 
 
 def page(profiles: list[RankProfile], title: str) -> str:
-    """Make the report as one page, memory one rank at a time; from 17 ranks on, moments between peaks are left out."""
+    """Make the page, memory one rank at a time; from 17 ranks on without moments between peaks."""
     most = max(40, _MOMENTS // len(profiles))
     ranks = (
         f'<details name="rank"{" open" * (number == 0)}><summary>rank {profile.rank}</summary>'
@@ -87,7 +87,7 @@ def page(profiles: list[RankProfile], title: str) -> str:
 
 
 def memory_figure(profiles: Sequence[RankProfile], most: int = _MOMENTS) -> "Figure":
-    """Draw a panel of stacked areas per rank, each of at most so many moments."""
+    """Draw a panel of stacked areas per rank, each of at most ``most`` moments."""
     figure, panels = _panels(len(profiles), 2.6 * len(profiles) + 0.6, "Memory over one step by category.")
     for axes, profile in zip(panels, profiles, strict=True):
         shown = _peaks([sum(at) for at in zip(*(profile.memory[name] for name in CATEGORIES), strict=True)], most)
@@ -109,7 +109,7 @@ def memory_figure(profiles: Sequence[RankProfile], most: int = _MOMENTS) -> "Fig
 
 
 def _peaks(values: Sequence[float], most: int) -> list[int]:
-    """Return the index of the maximum of at most so many runs of neighbours; all if there are no more."""
+    """Return the index of the maximum of at most ``most`` runs of neighbours; all of few."""
     num_runs = min(most, len(values))
     bounds = [run * len(values) // num_runs for run in range(num_runs + 1)]
     return [max(range(start, stop), key=values.__getitem__) for start, stop in pairwise(bounds)]
@@ -176,7 +176,6 @@ def trace_picture(timeline: Sequence[Mapping[str, Any]], budget_bytes: int, titl
 
 
 def _panels(count: int, height: float, label: str, width: float = 10) -> "tuple[Figure, list[Axes]]":
-    """Make a figure of so many inches with plots one below the other."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained", label=label)
@@ -184,7 +183,7 @@ def _panels(count: int, height: float, label: str, width: float = 10) -> "tuple[
 
 
 def _stack(axes: "Axes", x: Sequence[float], areas: Mapping[str, Sequence[float]]) -> None:
-    """Draw areas on top of each other, each value held until the next one."""
+    """Draw areas on top of each other, each value held until the next."""
     axes.stackplot(
         x, list(areas.values()), labels=list(areas), colors=list(COLOURS.values()), step="post", clip_on=False
     )
@@ -203,7 +202,7 @@ def _milliseconds(phases: list[tuple[str, float]]) -> list[tuple[str, float]]:
 
 
 def _mark(axes: "Axes", marks: Iterable[tuple[str, float]]) -> None:
-    """Mark the start of each phase by a dotted line and a word."""
+    """Mark each phase's start by a dotted line and a word."""
     limits = axes.get_ylim()
     for name, at in marks:
         line(axes, (at, at), limits, INK, 0.8, linestyle=":")

@@ -1,4 +1,4 @@
-"""Pictures of the ring, tiles drawn in positions (x is the key, y the query) so that they can be checked."""
+"""Pictures of the ring, tiles in positions (x is the key, y the query) so that they can be checked."""
 
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
@@ -102,7 +102,7 @@ def _check_drawable(layout: Layout, *, cells: bool = True) -> None:
 
 
 def _draw_tiles(square: "Axes", layout: Layout, rank: int, hop: Hop, scale: float) -> None:
-    """Draw a rank's work at one hop, in positions, with the hop's number if there is room."""
+    """Draw a rank's work at a hop, in positions, with the hop's number if it has room."""
     pieces = list(_pieces(layout, rank, hop))
     if not pieces:
         return
@@ -122,7 +122,7 @@ def _draw_tiles(square: "Axes", layout: Layout, rank: int, hop: Hop, scale: floa
 
 
 def _pieces(layout: Layout, rank: int, hop: Hop) -> Iterator[list[Point]]:
-    """Return the hop's tiles as polygons over (key position, query position); one position is one unit wide."""
+    """Return the hop's tiles as polygons over (key position, query position), in units of a position."""
     queries, keys = layout.spans(rank), layout.spans(hop.owner)
     for tile in hop.tiles:
         if queries[0].step > 1:
@@ -171,7 +171,7 @@ def _box(x: float, y: float, width: float, height: float) -> list[Point]:
 
 
 def _clip(polygon: list[Point], bound: float, sign: int) -> list[Point]:
-    """Clip a convex polygon to one side of ``y - x = bound`` (Sutherland and Hodgman 1974)."""
+    """Clip a convex polygon to a side of ``y - x = bound`` (Sutherland and Hodgman 1974)."""
     kept: list[Point] = []
     for (x0, y0), (x1, y1) in pairwise([*polygon, *polygon[:1]]):
         here, there = sign * (y0 - x0 - bound), sign * (y1 - x1 - bound)
@@ -197,7 +197,7 @@ def _centre(polygon: list[Point]) -> Point:
 
 
 def _room(polygon: list[Point]) -> float:
-    """Return area over perimeter: a quarter of a square's side, half the thickness of a band."""
+    """Return area over perimeter: a quarter of a square's side, half a band's thickness."""
     return _area(polygon) / sum(hypot(x1 - x0, y1 - y0) for (x0, y0), (x1, y1) in pairwise([*polygon, polygon[0]]))
 
 
@@ -211,7 +211,7 @@ def _draw_position_ticks(page: "Axes", length: int, left: float, top: float, sca
 
 
 def _draw_owner_strips(page: "Axes", layout: Layout, left: float, top: float, scale: float) -> None:
-    """Draw the owners of the queries at the left of the square, of the keys above it."""
+    """Draw the queries' owners at the left of the square, the keys' above it."""
     for rank in range(layout.ranks):
         held = [run for span in layout.spans(rank) for run in _runs(span, layout.length)]
         for start, stop in union(held):
@@ -222,7 +222,6 @@ def _draw_owner_strips(page: "Axes", layout: Layout, left: float, top: float, sc
 
 
 def _runs(span: Span, length: int) -> Iterator[tuple[int, int]]:
-    """Return the positions of a span below ``length``, as ranges."""
     starts = [span.start] if span.step == 1 else range(span.start, length, span.step)
     size_of_run = span.count if span.step == 1 else 1
     yield from ((start, min(start + size_of_run, length)) for start in starts if start < length)
@@ -252,7 +251,6 @@ def _draw_work_legend(page: "Axes", shares: list[float], top: float) -> None:
 
 
 def _draw_block(page: "Axes", layout: Layout, rank: int, hop: Hop, x: float, y: float, width: float) -> None:
-    """Draw one cell of the travel table: the owner's block, filled if it is present."""
     tokens = layout.tokens_per_rank
     present: Ranges = hop.arrives.ranges if hop.index else ((0, tokens),)
     share = f"{100 * size(present) / tokens:.0f} %"

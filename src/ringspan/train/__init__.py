@@ -1,1 +1,1 @@
-"""Training a Hugging Face causal LM on a mesh of processes: configuration, data, loop, checkpoints, guard, metrics."""
+"""Training of a Hugging Face causal LM on a mesh of processes."""

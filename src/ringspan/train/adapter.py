@@ -1,4 +1,4 @@
-"""The adapter of a run: PEFT matrices added to the model's weights, written as a folder that PEFT opens, or merged."""
+"""A run's adapter: PEFT matrices, written as a folder that PEFT opens, or merged."""
 
 from pathlib import Path
 from typing import Any, Final
@@ -21,7 +21,7 @@ _INNER: Final = ".base_layer."  # between a layer's name and its weight's, insid
 
 
 def add_adapter(model: PreTrainedModel, settings: AdapterConfig, path: str | None, *, seed: int = 0) -> Any:
-    """Add the adapter of a run, trained alone and in float32, to the model of ``path``; none without a rank."""
+    """Add a run's adapter, which alone trains, in float32, to the model of ``path``; none without a rank."""
     if settings.rank is None:
         return model
     from peft import LoraConfig, TaskType, get_peft_model
@@ -48,7 +48,7 @@ def add_adapter(model: PreTrainedModel, settings: AdapterConfig, path: str | Non
 
 
 def _refuse_tied(peft: Any) -> None:
-    """Refuse to merge into weights that two layers share: the other layer would change too."""
+    """Refuse to merge into weights shared by two layers: the other would change too."""
     names: dict[int, list[str]] = {}
     for name, parameter in peft.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
@@ -62,7 +62,6 @@ def _refuse_tied(peft: Any) -> None:
 
 
 def write_adapter(model: Any, weights: dict[str, Any], folder: Path) -> None:
-    """Write an adapter folder that ``PeftModel.from_pretrained`` opens."""
     # The method of PEFT itself: the ring's gathers the weights, which rank 0 has here already.
     from peft import PeftModel
 
@@ -70,7 +69,7 @@ def write_adapter(model: Any, weights: dict[str, Any], folder: Path) -> None:
 
 
 def plan_merged(model: Any, config: PreTrainedConfig, dtype: torch.dtype, *, is_writer: bool) -> WeightsPlan:
-    """Plan the files of a merged model, on all ranks; the writer gets the adapter, then each whole tensor in turn."""
+    """Plan a merged model's files, on all ranks; the writer gets the adapter, then each whole tensor in turn."""
     from peft import get_peft_model
 
     matrices = adapter_weights(model, {})
@@ -108,7 +107,7 @@ def _layer(alone: Any, path: str, matrices: dict[str, Any]) -> nn.Module:
 
 
 class _Merged:
-    """A weight to which PEFT's layer adds its matrices; read front to back, and held whole meanwhile."""
+    """A weight plus its PEFT matrices; read front to back, and held whole meanwhile."""
 
     def __init__(self, name: str, weight: Deferred, layer: nn.Module | None, place: int) -> None:
         self.name, self.shape, self.dtype, self.place = name, tuple(weight.shape), weight.dtype, (place, 0)
@@ -116,7 +115,7 @@ class _Merged:
         self._whole: Tensor | None = None
 
     def read(self, region: Region) -> Tensor:
-        """Read a part on the writing rank, only its shape on others; all ranks read the same parts."""
+        """Read a part on the writing rank, its shape on others; all read the same parts."""
         if self._whole is None:
             self._whole = self._merge(part(self._weight, tuple(slice(0, size) for size in self.shape)))
         result = self._whole[region]

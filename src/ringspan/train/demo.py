@@ -1,4 +1,4 @@
-"""The main job in miniature: train a Llama on real text over a ring, verify it against one process, measure memory."""
+"""The main job in miniature: train a Llama over a ring, verify it against one process, measure memory."""
 
 import os
 import sysconfig
@@ -37,8 +37,6 @@ _LEFT_OUT = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class DemoOptions:
-    """Size of the demonstration; ``ringspan demo`` has defaults that take a few minutes on two cores."""
-
     run: str
     ranks: int
     steps: int
@@ -47,7 +45,7 @@ class DemoOptions:
 
 
 def python_text() -> list[str]:
-    """Return source and documentation of the running Python: real, long text that every machine has."""
+    """Return the running Python's source and documentation: real, long text on every machine."""
     library = Path(sysconfig.get_paths()["stdlib"])
     names = sorted(
         path for path in library.iterdir() if path.name not in _LEFT_OUT and not path.name.startswith(("_", "."))
@@ -56,7 +54,7 @@ def python_text() -> list[str]:
 
 
 def training_config(options: DemoOptions) -> TrainConfig:
-    """Configure a Llama of about 5M parameters from scratch, with a tokenizer trained on the spot."""
+    """Configure a new Llama of about 5M parameters, its tokenizer trained on the spot."""
     return parse_config(
         {
             "run": options.run,
@@ -92,11 +90,10 @@ def training_config(options: DemoOptions) -> TrainConfig:
 
 
 def prove(folder: str, options: DemoOptions, say: Say = lambda line: None) -> dict[str, Any]:
-    """Compare loss and gradients of one batch on this ring with rank 0 alone with transformers' own attention.
+    """Compare a batch's loss and gradients with transformers' own attention on rank 0; every rank calls it.
 
-    Every rank calls it; ``say`` announces each part. Relative differences are ``||ring - one|| / ||one||``;
-    ``worst_error`` compares both with the same model in float64, since a gradient that nearly cancels differs by
-    rounding alone.
+    Relative differences are ``||ring - one|| / ||one||``; ``worst_error`` compares both with float64, since a gradient
+    that nearly cancels differs by rounding alone.
     """
     say(f"loss and gradients of {options.length:,} tokens on the ring of {dist.get_world_size()}")
     tokens = _text_tokens(folder, options.length).to(local_device())
@@ -145,7 +142,7 @@ def prove(folder: str, options: DemoOptions, say: Say = lambda line: None) -> di
 
 @contextmanager
 def told(model: PreTrainedModel, say: Say, every_seconds: float = 5.0) -> Iterator[None]:
-    """Report progress of a checkpointed model's step every few seconds: layers forward, and again backward."""
+    """Report a checkpointed model's progress every few seconds: layers forward, and again backward."""
     layers, started, num_run, said = layers_of(decoder_of(model)), time.perf_counter(), 0, 0.0
 
     def tell(*_: object) -> None:
@@ -178,7 +175,7 @@ def _relative(x: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def measure_memory(options: DemoOptions, say: Say = lambda line: None) -> list[dict[str, Any]]:
-    """Measure a rank's activations for the same sequence on rings of 1, 2 and 4; ``say`` announces each."""
+    """Measure a rank's activations for the same sequence on rings of 1, 2 and 4."""
     rows: list[dict[str, Any]] = []
     for ring in (1, 2, 4):
         if not torch.cuda.is_available() or ring <= torch.cuda.device_count():

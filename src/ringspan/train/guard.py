@@ -1,7 +1,7 @@
-"""The joint decision of all ranks before a step is applied: one small all-reduce carries every flag.
+"""Joint decision of all ranks before a step is applied, by one small all-reduce.
 
-NaN or Inf, a spike, a stop request and the step number form one vector, reduced by maximum; so all ranks skip or stop
-at the same step, or notice that they are not at the same one.
+NaN or Inf, a spike, a stop request and the step number form one vector, reduced by maximum: all ranks skip or stop at
+the same step, or notice that they are at different ones.
 """
 
 import itertools
@@ -29,13 +29,11 @@ _MIN_DEVIATION: Final = {"loss": 0.02, "gradient norm": 0.1}
 
 
 class Diverged(RingspanError):
-    """Error for a loss or gradient that is not finite; the weights are those of the step before."""
+    """A loss or gradient that is not finite; the weights are those of the step before."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The decision on a step, the same on all ranks."""
-
     apply: bool
     stop: bool
     rewind: bool
@@ -46,7 +44,7 @@ class Verdict:
 
 
 class Guard:
-    """Judge of each step of a run; it remembers the losses and gradient norms of the last steps."""
+    """Judge of a run's steps by the losses and gradient norms of the last ones."""
 
     def __init__(self, config: GuardConfig, stop: StopRequest, device: torch.device) -> None:
         self._config, self._stop, self._device = config, stop, device
@@ -57,7 +55,7 @@ class Guard:
     def judge(
         self, step: int, loss: float, norm: float, parameters: Iterable[tuple[str, Tensor]], peak_bytes: int
     ) -> Verdict:
-        """Return the verdict of all ranks on a step whose gradients are computed but not applied."""
+        """Return all ranks' verdict on a step whose gradients are computed but not applied."""
         finite = math.isfinite(loss) and math.isfinite(norm)
         spike = self._spikes.describe(loss, norm) if finite and self._config.spike != "off" else None
         # One reduction for all that ranks have to agree on. The maximum of a number and of its negative say whether all
@@ -86,11 +84,10 @@ class Guard:
         return Verdict(apply=action == "report", rewind=action == "rewind", problem=spike, **verdict)
 
     def state(self) -> dict[str, Any]:
-        """Return JSON values for ``restore``."""
         return {"skipped_in_a_row": self._skipped_in_a_row, "rewinds": self._rewinds, "spikes": self._spikes.state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Restore the result of ``state``. A run that rewinds keeps its count of rewinds."""
+        """Restore ``state``; a run that rewinds keeps its count of rewinds."""
         self._skipped_in_a_row = int(state["skipped_in_a_row"])
         # A checkpoint from before the rewind knows of fewer: counted from it, a run could rewind for ever.
         self._rewinds = max(self._rewinds, int(state["rewinds"]))
@@ -111,14 +108,13 @@ class Guard:
 
 
 class Spikes:
-    """z-scores of log loss and log gradient norm: standard deviations above the mean of the last 20 accepted steps."""
+    """Log loss and log gradient norm in standard deviations above the mean of the last 20 accepted steps."""
 
     def __init__(self, window_steps: int, zscore: float) -> None:
         self._zscore = zscore
         self._last: dict[str, deque[float]] = {name: deque(maxlen=window_steps) for name in _MIN_DEVIATION}
 
     def describe(self, loss: float, norm: float) -> str | None:
-        """Describe the values that are too high for the last steps; None for an ordinary step."""
         # Of logarithms, since losses and norms vary by factors.
         for (name, last), value in zip(self._last.items(), (loss, norm), strict=True):
             if len(last) < _MIN_STEPS:

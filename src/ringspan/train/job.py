@@ -1,4 +1,4 @@
-"""A rank's training job: model, data and optimizer, and one step of them."""
+"""A rank's job: model, data, optimizer, and one step of them."""
 
 import math
 import os
@@ -66,7 +66,7 @@ class Job:
     """Digest of the base weights of an adapter, which no checkpoint holds."""
 
     def step(self, step: int, guard: Guard) -> tuple[StepMetrics, Verdict]:
-        """Run one optimizer step over the whole batch (from 1), applied if the guard agrees; errors are all ranks'."""
+        """Run an optimizer step (from 1), applied if the guard agrees; errors are all ranks'."""
         started = time.perf_counter()
         settings = self.config.optimizer
         rate = learning_rate(step, self.config.steps, settings)
@@ -105,7 +105,7 @@ class Job:
 def prepare(
     config: TrainConfig, kept_tokenizer: Path | None = None, doing: Callable[[str], None] = lambda what: None
 ) -> Job:
-    """Prepare the job, with the tokenizer of a resumed run, and refuse all that can be before anything is written."""
+    """Prepare the job, with a resumed run's tokenizer, and refuse what can be before anything is written."""
     replicate, ring = config.resolve_mesh(dist.get_world_size())
     device, dtype = local_device(), getattr(torch, config.model.dtype)
     model_config = load_model_config(config)
@@ -176,7 +176,6 @@ def _text(config: TrainConfig, model_config: PreTrainedConfig, kept: Path | None
 
 
 def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
-    """Compute the norm of the whole gradient in float32."""
     # What is summed over in bfloat16 has three digits, and misses what is small beside the rest.
     norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in parameters if p.grad is not None]
     return torch.nn.utils.get_total_norm(norms)
@@ -203,12 +202,12 @@ class Batches:
         self._order = replace(self._order, shift=num_sequences - step * self._order.global_batch_size)
 
     def indices(self, step: int) -> NDArray[np.int64]:
-        """Return the sequences of a step (from 1). Shape (accumulation_steps, replicate, batch_size)."""
+        """Return a step's sequences (from 1): (accumulation_steps, replicate, batch_size)."""
         indices = self._order.step_indices(step - 1)
         return np.take(indices, even_out(self._sequences.pairs(indices))) if self._is_balanced else indices
 
     def describe_balance(self, steps: range) -> str | None:
-        """Describe the effect of balancing some steps (from 1) by attention work; None without balancing."""
+        """Describe what balancing by attention work does to some steps (from 1); None without it."""
         if not self._is_balanced or not steps:
             return None
         came = np.stack([self._sequences.pairs(self._order.step_indices(step - 1)) for step in steps])
@@ -219,7 +218,7 @@ class Batches:
         )
 
     def step(self, step: int) -> tuple[int, Iterator[dict[str, Tensor]]]:
-        """Return the valid targets of a whole step (from 1) and this rank's part of each micro-step."""
+        """Return a whole step's valid targets (from 1), and this rank's part of each micro-step."""
         replica = self._mesh["replicate"].get_local_rank()
         indices = self.indices(step)[:, replica]
         batches = [self._sequences.batch(some.tolist()) for some in indices]
@@ -230,7 +229,7 @@ class Batches:
 
 
 def learning_rate(step: int, steps: int, settings: OptimizerConfig) -> float:
-    """Compute the rate of a step (from 1): linear warm-up, then half a cosine to the minimum at the last step."""
+    """Compute a step's rate (from 1): linear warm-up, then half a cosine to the minimum at the last step."""
     if step <= settings.warmup_steps:
         return settings.learning_rate * step / settings.warmup_steps
     progress = (step - settings.warmup_steps) / max(1, steps - settings.warmup_steps)
@@ -240,10 +239,7 @@ def learning_rate(step: int, steps: int, settings: OptimizerConfig) -> float:
 
 @torch.no_grad()
 def evaluate(job: Job, sequences: Sequences) -> float:
-    """Compute the loss over the first held-out sequences: the sum over their valid targets over their count.
-
-    Replicas share the work; some run an example without targets if needed, so that all ranks join every exchange.
-    """
+    """Compute the loss over held-out sequences' valid targets; replicas without any join every exchange."""
     model, mesh, device = job.model.eval(), job.mesh, job.device
     replicate, replica = mesh["replicate"].size(), mesh["replicate"].get_local_rank()
     count = min(len(sequences), job.config.evaluation.num_sequences)
@@ -262,7 +258,7 @@ def evaluate(job: Job, sequences: Sequences) -> float:
 
 
 def _checkpoint(config: TrainConfig, model_config: Any, ring: int, dtype: torch.dtype) -> tuple[CheckpointName, int]:
-    """Resolve "auto" to the checkpoint policy and the layers that share an input."""
+    """Resolve "auto" to a checkpoint policy and layers per input."""
     memory = config.memory
     layers = None if memory.layers_per_checkpoint == "auto" else memory.layers_per_checkpoint
     if config.model.compile is not False:
@@ -284,7 +280,7 @@ def _checkpoint(config: TrainConfig, model_config: Any, ring: int, dtype: torch.
 
 @contextmanager
 def _first_rank_first() -> Iterator[None]:
-    """Let the first rank of each node go first, so that the others find its caches."""
+    """Let each node's first rank go first, so that others find its caches."""
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
     if not is_first:
         dist.barrier()
@@ -296,7 +292,7 @@ def _first_rank_first() -> Iterator[None]:
 def _matmul_flops(
     device: torch.device, dtype: torch.dtype, measure: Callable[[torch.device, torch.dtype], float] = measure_flops
 ) -> float:
-    """Measure the FLOP/s of all ranks at the same time: ranks of a CPU share its clock and caches."""
+    """Measure all ranks' FLOP/s at the same time: ranks of a CPU share clock and caches."""
     dist.barrier()
     total = torch.tensor(
         measure(device, dtype), dtype=torch.float64 if device.type == "cpu" else torch.float32, device=device

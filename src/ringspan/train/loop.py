@@ -1,4 +1,4 @@
-"""The training loop that every rank runs inside its process group."""
+"""The training loop of every rank."""
 
 import math
 import shutil
@@ -39,8 +39,6 @@ _BALANCED_STEPS: Final = 100  # of which data.balance = "flops" says what it bri
 
 @dataclass
 class Observer:
-    """Callbacks on rank 0 for the progress of a run."""
-
     doing: Callable[[str], None] = lambda what: None
     started: Callable[[dict[str, Any]], None] = lambda facts: None
     stepped: Callable[[StepMetrics], None] = lambda metrics: None
@@ -51,14 +49,14 @@ class Observer:
 def train(config: TrainConfig, observer: Observer | None = None, *, then_exit: bool = False) -> TrainResult:
     """Train as configured and save the model to ``<run>/model``; every rank of the process group calls it.
 
-    The loss of a step is the sum over all its valid targets, on all ranks, replicas and micro-steps, over their count.
-    An existing run resumes from its newest valid checkpoint. A stop signal to any rank ends all after the same step,
-    saved; a second SIGINT ends a rank at once. With ``then_exit``, ranks ignore signals after the end of the run.
+    A step's loss is the sum over valid targets, on all ranks, replicas and micro-steps, over their count. A run resumes
+    from its newest valid checkpoint. A stop signal to any rank ends all after the same step, saved; a second SIGINT
+    ends a rank at once. With ``then_exit``, ranks ignore signals after the run.
 
     Raises:
-        RingspanError: anything refused in config, data or model; before the run's folder is made.
+        RingspanError: what is refused in config, data or model, before the run's folder is made.
         Diverged: a loss or gradient that is not finite; no rank has applied it.
-        CheckpointError: no checkpoint of the run is valid, or the last one could not be written.
+        CheckpointError: no checkpoint is valid, or the last could not be written.
     """
     observer = observer or Observer()
     run = Path(config.run)
@@ -79,7 +77,7 @@ def train(config: TrainConfig, observer: Observer | None = None, *, then_exit: b
 
 
 class _Run:
-    """The steps of a run and the work between them; only rank 0 writes and tells the observer."""
+    """A run's steps and the work between them; only rank 0 writes and tells the observer."""
 
     def __init__(self, job: Job, record: RunRecord, stop: StopRequest, watchdog: Watchdog, observer: Observer) -> None:
         self._job, self._config, self._record = job, job.config, record
@@ -252,7 +250,7 @@ class _Run:
             )
 
     def _resume(self) -> None:
-        """Resume from the newest valid checkpoint and report the ones passed over; refuse a finished run."""
+        """Resume from the newest valid checkpoint and report those passed over; refuse a finished run."""
         if self._record.is_new:
             return
         found = self._checkpoints.find()
@@ -295,7 +293,7 @@ class _Run:
         self._eval_loss, self._eval_step = state["eval_loss"], state.get("eval_step")
 
     def _rewind(self) -> bool:
-        """Rewind to the newest checkpoint and continue with the data after this step; False if there is none."""
+        """Rewind to the newest checkpoint and continue with the data after this step; False without one."""
         with self._watchdog.doing("rewinding"):
             self._notice(self._checkpoints.wait())
             found = self._checkpoints.find()

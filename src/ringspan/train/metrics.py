@@ -1,4 +1,4 @@
-"""Metrics of a run: one line per step in metrics.jsonl and TensorBoard, and the peak speed of the machine."""
+"""A run's metrics: a line per step in metrics.jsonl and TensorBoard."""
 
 import json
 import math
@@ -14,8 +14,8 @@ from ringspan.core.messages.extras import installed, remedy
 class StepMetrics:
     """One optimizer step of the whole run.
 
-    ``peak_bytes`` is the largest of any rank, ``matmul_utilization`` the step's model FLOP/s over ``measure_flops`` of
-    all ranks (MFU would relate to the data sheet's, which ``ringspan plan`` knows).
+    ``peak_bytes``: the largest rank's; ``matmul_utilization``: model FLOP/s over ``measure_flops`` of all ranks (MFU
+    would be over the data sheet's).
     """
 
     step: int
@@ -29,13 +29,13 @@ class StepMetrics:
 
 
 class MetricsWriter:
-    """Writer of ``metrics.jsonl`` in the run's folder, flushed per line, and of TensorBoard events if installed."""
+    """Writer of ``metrics.jsonl``, flushed per line, and of TensorBoard events if installed."""
 
     notice: str | None = None
     """Notice of what is not written, and how to enable it."""
 
     def __init__(self, run: Path, after_step: int = 0) -> None:
-        """Continue after a step; later lines, left by a run that ended without saving, are dropped."""
+        """Continue after a step; drop later lines, left by a run that ended without saving."""
         self._path = run / "metrics.jsonl"
         self._board = None
         if installed("tensorboard"):

@@ -1,4 +1,4 @@
-"""The model and tokenizer of a run: from a local folder, from the Hub, or new."""
+"""A run's model and tokenizer: from a folder, the Hub, or new."""
 
 import logging
 import math
@@ -43,7 +43,7 @@ Tokenizer = PreTrainedTokenizerBase | ProcessorMixin
 
 
 def load_model_config(config: TrainConfig) -> PreTrainedConfig:
-    """Load the Hugging Face config of the run's model; refuse one that cannot be exact before reading anything else."""
+    """Load the model's config; refuse one that cannot be exact before reading anything else."""
     settings = config.model
     with refused("model", OSError, ValueError, KeyError, TypeError, StrictDataclassError):
         model_config = _model_config(settings)
@@ -94,9 +94,9 @@ _ROPE_TYPES: Final = ("linear", "dynamic", "yarn", "llama3", "longrope")
 
 
 def scale_rope(model_config: PreTrainedConfig, rope: dict[str, Any]) -> None:
-    """Scale the rotary positions of a model's config in place, in transformers' terms.
+    """Scale a config's rotary positions in place, in transformers' terms.
 
-    ``factor`` times the trained length (``original_max_position_embeddings`` if the config has it) becomes
+    ``factor`` times the trained length (``original_max_position_embeddings`` if set) becomes
     ``max_position_embeddings``, except for ``dynamic``, which derives it.
     """
     kind, factor = rope.get("type"), rope.get("factor")
@@ -126,11 +126,7 @@ def scale_rope(model_config: PreTrainedConfig, rope: dict[str, Any]) -> None:
 def load_tokenizer(
     settings: ModelConfig, model_config: PreTrainedConfig, documents: "Dataset | None" = None, kept: Path | None = None
 ) -> PreTrainedTokenizerBase:
-    """Load the run's tokenizer: the ``kept`` one, else from its source, or trained on its documents if configured.
-
-    It may name tokens beyond the model's vocabulary (Gemma 3's has one for images, which its text models lack) if the
-    text has none of them, see ``build_data``.
-    """
+    """Load the tokenizer: ``kept``, its source's or trained; tokens beyond the vocabulary must not occur in texts."""
     source = str(kept) if kept else settings.tokenizer_source
     vocabulary = text_config(model_config).vocab_size
     if source == "train":
@@ -154,7 +150,7 @@ def _refuse_foreign(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None
 
 
 def load_processor(settings: ModelConfig, model_config: PreTrainedConfig, kept: Path | None = None) -> Any:
-    """Load the processor of a run's conversations: the ``kept`` one, else the model's; a tokenizer for text."""
+    """Load the processor of conversations: ``kept``, else the model's; a tokenizer for text."""
     source = str(kept) if kept else settings.tokenizer_source
     if source is None or source == "train":
         raise ConfigError(
@@ -181,11 +177,7 @@ def load_processor(settings: ModelConfig, model_config: PreTrainedConfig, kept: 
 def build_model(
     settings: ModelConfig, model_config: PreTrainedConfig, *, seed: int = 0, sees: bool = False
 ) -> PreTrainedModel:
-    """Build the model in model.parameter_dtype, in which it is trained too; with its towers if it ``sees``.
-
-    A new one is made on the CPU, the same on every rank; one from a folder has no weights until ``put_on_mesh`` reads
-    this rank's part.
-    """
+    """Build the model in model.parameter_dtype: a new one on the CPU, one from a folder without weights so far."""
     dtype, made_by = getattr(torch, settings.parameter_dtype), auto_class(model_config, sees=sees)
     if settings.init == "scratch":
         torch.manual_seed(seed)
@@ -209,17 +201,13 @@ def build_model(
 
 
 def num_matmul_parameters(model: PreTrainedModel) -> int:
-    """Count the weights that every token is multiplied with: those of linear layers, head included."""
     decoder: Any = decoder_of(model)
     modules = (*decoder.modules(), model.get_output_embeddings())
     return sum(module.weight.numel() for module in modules if isinstance(module, torch.nn.Linear))
 
 
 def flops_per_token(model_config: Any, num_weights: float, length_tokens: float) -> float:
-    """Compute the model FLOPs per token of a causal training step; a query sees ``length_tokens / 2`` keys on average.
-
-    See ``training_flops``. Layers with a state count their products alone, without the state's own work.
-    """
+    """Compute a training step's model FLOPs per token that sees ``length_tokens / 2`` keys; of states the products."""
     counts = zip(head_counts(model_config), head_sizes(model_config), strict=True)
     without = without_attention(model_config)
     sizes = [heads * size for number, ((heads, _), size) in enumerate(counts) if number not in without]

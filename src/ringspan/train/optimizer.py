@@ -1,4 +1,4 @@
-"""AdamW: the decayed parameters, and the place and bits of its moments."""
+"""AdamW: what decays, and the place and bits of its moments."""
 
 import importlib
 import importlib.util
@@ -29,7 +29,7 @@ def build_optimizer(model: PreTrainedModel, settings: OptimizerConfig) -> torch.
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Set the rate of the next step; some optimizers hold it in a tensor."""
+    """Set the next step's rate, which some optimizers hold in a tensor."""
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)

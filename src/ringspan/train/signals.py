@@ -1,7 +1,7 @@
-"""Stop requests: SIGTERM, SIGINT or SIGUSR1 set a flag, from which the ranks agree on one step that all save.
+"""Stop requests: SIGTERM, SIGINT or SIGUSR1 set a flag, from which ranks agree on one step that all save.
 
-Python calls a handler only when the main thread returns from C, perhaps after a minute of backward. A thread also hears
-each signal: it answers at once, and ends a rank that is asked to abort.
+Python's handler waits until the main thread returns from C, perhaps a minute of backward; a thread hears each signal
+too, answers at once, and ends a rank that is asked to abort.
 """
 
 import os
@@ -21,11 +21,10 @@ EXIT_ABORTED: Final = 130
 
 
 class StopRequest:
-    """Context in which a stop signal only sets ``signal_name``, and ``announce`` is called at once, once.
+    """Context in which a stop signal only sets ``signal_name`` and calls ``announce`` at once, once.
 
-    A second SIGINT aborts the process; it must come clearly later than the first, which a terminal sends to all
-    processes and a launcher passes on. Repeats of other signals change nothing. Outside the main thread, where Python
-    allows no handlers, nothing is changed.
+    A second SIGINT aborts, if clearly later than the first, which terminal and launcher both send. Repeats of others
+    change nothing; nor does anything outside the main thread, where Python allows no handlers.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class StopRequest:
             self._listener = None
 
     def ignore_from_now_on(self) -> None:
-        """Ignore stop signals for good: all is saved, and a signal could only change the exit code."""
+        """Ignore stop signals for good: all is saved, and one could only change the exit code."""
         for number in self._previous:
             signal.signal(number, signal.SIG_IGN)
         self._previous.clear()
@@ -70,7 +69,7 @@ class StopRequest:
         self.signal_name = self.signal_name or signal.Signals(number).name
 
     def _listen(self) -> None:
-        """Read the signal numbers, one byte each, that Python's C part writes; runs in its own thread."""
+        """Read the signal numbers that Python's C part writes, a byte each; runs in its own thread."""
         while numbers := os.read(self._inbox, 64):
             for number in numbers:
                 if number in STOP_SIGNALS:

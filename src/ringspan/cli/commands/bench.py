@@ -165,7 +165,7 @@ def step(
 
 
 def _measured(run: Callable[[Any], dict[str, Any]], case: Any, what: str, as_json: bool) -> dict[str, Any]:
-    """Run a benchmark, announced by a line (a moving picture would disturb it), or print its JSON alone."""
+    """Run a benchmark, announced by a line (a moving picture would disturb it), or print its JSON."""
     if not as_json:
         say(f"measuring {what}")
     result = run(case)

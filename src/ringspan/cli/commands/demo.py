@@ -112,12 +112,11 @@ def _prove_rank(folder: str, options: "DemoOptions") -> dict[str, Any]:
 
 
 def _say(line: str) -> None:
-    """Print the next action with the time to standard error of any rank: a step may take a minute."""
     print(f"{time.strftime('%H:%M:%S')}  {line}", file=sys.stderr, flush=True)
 
 
 def _clear(folder: Path) -> Path:
-    """Remove the output of an earlier demo, and nothing else."""
+    """Remove an earlier demo's output, and nothing else."""
     if not (folder / "metrics.jsonl").exists():
         return folder
     for name in ("model", "tensorboard", "checkpoints", "watchdog", "tokenizer"):

@@ -206,7 +206,6 @@ def _evaluate(
 
 
 def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the results of all models into one object; rows name the model if there are several."""
     if len(results) == 1:
         return results[0]
     rows = [{"model": result["model"], **row} for result in results for row in result["rows"]]
@@ -216,7 +215,7 @@ def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run(every: list[EvalSettings], out: str, nproc: int | None) -> tuple[list[dict[str, Any]], bool]:
-    """Evaluate in torchrun's ranks or in new local ones; return the results, and True on rank 0."""
+    """Evaluate in torchrun's ranks or in new ones; return the results, and True on rank 0."""
 
     def arguments() -> tuple[list[EvalSettings], str]:
         from ringspan.generate.folder import load_config, load_tokenizer

@@ -80,7 +80,6 @@ def command(
 
 
 def check_folder(model: Path) -> None:
-    """Raise ConfigError for a folder without a saved model."""
     if not model.is_dir():
         raise ConfigError(f"{model}: there is no such folder; give one with a model and its tokenizer")
     if reason := why_no_model(model):
@@ -121,7 +120,7 @@ def run(
     quiet: bool = False,
     chat: bool = False,
 ) -> "tuple[Answer | None, bool]":
-    """Generate in torchrun's ranks or in new local ones; return the answer, and True on rank 0."""
+    """Generate in torchrun's ranks or in new ones; return the answer, and True on rank 0."""
     under_torchrun, text = is_rank(), cache(text)
     if not under_torchrun:
         if nproc is not None:
@@ -147,7 +146,7 @@ def run(
 
 @contextmanager
 def _standard_input() -> Iterator[str]:
-    """Yield a named pipe fed from standard input, which local ranks do not have."""
+    """Yield a named pipe fed from standard input, which local ranks lack."""
     with tempfile.TemporaryDirectory(prefix="ringspan-") as folder:
         pipe = os.path.join(folder, "lines")
         os.mkfifo(pipe)
@@ -162,7 +161,7 @@ def _standard_input() -> Iterator[str]:
 
 
 def prompt_ids(settings: "GenerateSettings", text: str | None, most: int | None = None) -> Any:
-    """Tokenize a prompt, at most ``most`` tokens, and check the model's room; none for a chat that has not begun."""
+    """Tokenize at most ``most`` tokens and check the model's room; none for a chat that has not begun."""
     import numpy as np
 
     from ringspan.generate.folder import check_ids, load_config, load_tokenizer
@@ -179,13 +178,12 @@ def prompt_ids(settings: "GenerateSettings", text: str | None, most: int | None 
 
 
 def generate_rank(settings: "GenerateSettings", ids: Any, quiet: bool) -> "Answer":
-    """Run one rank's part; rank 0 shows progress, and the text as it comes unless ``quiet``."""
     with _session(settings, quiet) as model:
         return model.answer_once(ids.tolist())
 
 
 def chat_rank(settings: "GenerateSettings", first: str | None, pipe: str | None) -> None:
-    """Run one rank's part of a chat, which rank 0 reads from a named pipe or its standard input."""
+    """Run a rank's part of a chat, which rank 0 reads from a named pipe or standard input."""
     import torch.distributed as dist
 
     from ringspan.generate.chat import converse

@@ -203,7 +203,6 @@ def _layouts(answer: "Plan", lengths: tuple[int, ...], *, quiet: bool) -> "list[
 
 
 def refuse_float16(dtype: str, option: str = "--dtype") -> None:
-    """Raise ConfigError for float16, as training does."""
     if dtype == "float16":
         raise ConfigError(f"{option} float16 overflows without loss scaling, which training does not do; use bfloat16")
 
@@ -212,7 +211,7 @@ def planned(
     model: str, device: str, devices: int, nodes: int | None, media: "Media | None" = None, lora: int = 0,
     weights: str = "", *, dtype: str, parameter_dtype: str, comm_dtype: str, **asked: Any,
 ) -> "Plan":  # fmt: skip
-    """Return the plan for the command line's options; raise ConfigError for a bad option or uneven nodes."""
+    """Return the plan for a command line; raise ConfigError for a bad option or uneven nodes."""
     from ringspan.core.names import COMM_DTYPE_NAMES, find_name
     from ringspan.plan.model.configs import model_shape
     from ringspan.plan.planner import make_plan
@@ -229,7 +228,7 @@ def planned(
 
 
 def _adapted(shape: "ModelShape", lora: int, weights: str) -> "ModelShape":
-    """Return a model with adapters, if a rank says so; raise ConfigError for packed weights without, or unknown."""
+    """Return a model with adapters, if asked; raise ConfigError for packed weights without, or unknown ones."""
     from ringspan.core.names import find_name
     from ringspan.plan.model.shapes import PACKED_BYTES
 
@@ -241,7 +240,7 @@ def _adapted(shape: "ModelShape", lora: int, weights: str) -> "ModelShape":
 
 
 def planned_text(model: str, device: str, devices: int, nodes: int | None, *, dtype: str, **asked: int) -> "TextPlan":
-    """Return the generation plan for the command line's options; raise ConfigError for a bad dtype or uneven nodes."""
+    """Return the generation plan for a command line; raise ConfigError for a bad dtype or uneven nodes."""
     from ringspan.plan.cost.setting import dtype_bytes
     from ringspan.plan.generation.planner import TextQuestion, plan_text
     from ringspan.plan.model.configs import model_shape
@@ -295,7 +294,7 @@ def _draw_documents(answer: "Plan", fastest: "LayoutCost", lengths: tuple[int, .
 
 
 def shown_mesh(result: dict[str, Any]) -> str:
-    """Return the axes of a plan's mesh; Ulysses groups are inside the ring, and the route names them."""
+    """Format a plan's mesh; Ulysses groups are inside the ring, and the route names them."""
     axes = {name: size for name, size in result["mesh"].items() if name in ("replicate", "ring") or size > 1}
     axes.pop("ulysses", None)
     return " x ".join(f"{name} {size}" for name, size in axes.items())

@@ -65,7 +65,7 @@ def _show(result: "TrainResult", as_json: bool) -> None:
 
 
 def run(settings: "TrainConfig", nproc: int | None, max_restarts: int = 0) -> "tuple[TrainResult, bool]":
-    """Train in torchrun's ranks or in new local ones; return the result, and True on rank 0."""
+    """Train in torchrun's ranks or in new ones; return the result, and True on rank 0."""
     from ringspan.train.run_folder.record import RunLock, check_run
 
     check_run(settings)
@@ -92,13 +92,13 @@ def run(settings: "TrainConfig", nproc: int | None, max_restarts: int = 0) -> "t
 
 
 def _spare_memory() -> None:
-    """Let CUDA's allocator grow its segments, which wastes less memory, unless the user has configured it."""
+    """Let CUDA's allocator grow its segments, which wastes less, unless the user has configured it."""
     if not {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"} & os.environ.keys():
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
 
 
 def train_rank(settings: "TrainConfig") -> "TrainResult":
-    """Run one rank's part, with a progress bar on rank 0, in a process that ends with the run."""
+    """Run a rank's part, with a progress bar on rank 0, in a process that ends with the run."""
     import torch.distributed as dist
 
     from ringspan.cli.progress import quiet, watched

@@ -1,7 +1,4 @@
-"""lm-evaluation-harness over the ring: ``RingLM`` is an ``lm_eval`` LM, and every rank makes the same calls.
-
-S tokens of a request, C of its continuation, V vocabulary.
-"""
+"""lm-evaluation-harness over the ring. S tokens of a request, C of its continuation, V vocabulary."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -38,24 +35,24 @@ _NOT_TAKEN: Final = {
 
 
 class RingLM(TemplateLM):
-    """A model on the ring as lm-evaluation-harness asks it, at any length:
+    """A model on the ring as lm-evaluation-harness asks it, on every rank, at any length:
 
         lm_eval.simple_evaluate(RingLM(model, tokenizer), tasks=["hellaswag"])
 
-    on every rank. Each gets the results of ``lm_eval.models.huggingface.HFLM`` with a batch size of 1. A context shared
-    by several continuations is read once. Nothing is truncated.
+    Each gets the results of ``lm_eval.models.huggingface.HFLM`` with batch size 1. A context of several continuations
+    is read once. Nothing is truncated.
 
     Args:
         model: the result of ``rs.parallelize``.
         tokenizer: its tokenizer.
-        max_length: positions of the model; those of its config when None.
-        on_request: called with the next action before each request; with None after lm-eval's last one.
-        answers: file of the first process that keeps each answer that is not drawn, from which an interrupted run
-            continues on any number of processes. One file per model.
+        max_length: positions of the model; its config's when None.
+        on_request: called with the next action before each request, with None after the last.
+        answers: file of the first process with each answer that is not drawn, from which an interrupted run continues,
+            on any number of processes. One per model.
 
     Raises:
-        ConfigError: a ``max_length`` below 1; a tokenizer with neither an end nor a beginning of text; a request with
-            more tokens than positions, no token to score, or invalid settings of generation.
+        ConfigError: a ``max_length`` below 1; a tokenizer without end or beginning of text; a request with more tokens
+            than positions, no token to score, or invalid settings of generation.
         UnsupportedError: another model; ``answers`` of one whose rotary frequencies follow the longest text so far;
             lm-eval's ``use_cache`` with several processes.
     """
@@ -101,7 +98,7 @@ class RingLM(TemplateLM):
 
     @property
     def num_kept(self) -> int:
-        """Return the number of answers of an earlier run, on the first process."""
+        """Return the number of an earlier run's answers, on the first process."""
         return 0 if self._answers is None else self._answers.num_kept
 
     @property
@@ -127,7 +124,7 @@ class RingLM(TemplateLM):
         return list(self.tokenizer.encode(string, **options))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Format a conversation by the tokenizer's template; without the system's part if it takes none."""
+        """Format a conversation by the template; without the system's part if it takes none."""
         options = {"tokenize": False, "add_generation_prompt": add_generation_prompt}
         options["continue_final_message"] = not add_generation_prompt
         try:
@@ -160,7 +157,7 @@ class RingLM(TemplateLM):
     def _continued(
         self, method: str, requests: list[Instance], answer: Callable[[list[Instance]], list[Any]]
     ) -> list[Any]:
-        """Return the kept answers and compute those to all other requests."""
+        """Return the kept answers and compute all others."""
         if self._answers is None:
             return answer(requests)
         found = self._answers.known(method, [request.args for request in requests])
@@ -199,7 +196,7 @@ class RingLM(TemplateLM):
         return context if self._keeps_context else _longest_first(context + continuation)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Return the log-probability of each text, in windows of all positions if it is longer."""
+        """Return each text's log-probability, in windows of all positions if it is longer."""
         shows = self._shows({"disable_tqdm": disable_tqdm})
         return self._continued("loglikelihood_rolling", requests, lambda missing: self._rolled(missing, shows))
 
@@ -227,7 +224,6 @@ class RingLM(TemplateLM):
         return found
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
-        """Generate text after each context, until one of the task's stop strings."""
         if self.eot_token_id is None:
             raise ConfigError("the tokenizer has no eos_token, at which lm-eval's answers end; set one")
         shows = self._shows({"disable_tqdm": disable_tqdm})
@@ -311,7 +307,7 @@ class RingLM(TemplateLM):
         return out.logits[0, -count:]
 
     def _logprob(self, context: list[int], continuation: list[int]) -> float:
-        """Compute the log-probability of a continuation as long as the model allows, without its logits."""
+        """Compute a continuation's log-probability, as long as the model allows, without its logits."""
         ids = context + continuation
         if len(ids) == 1:
             return 0.0
@@ -331,7 +327,7 @@ def _longest_first(ids: list[int]) -> tuple[int, list[int]]:
 
 
 def _not_scored(asked: Sequence[str]) -> ConfigError:
-    """Return the error for a request without a token of, or before, the scored text."""
+    """Build the error for a request without a token of, or before, the scored text."""
     return ConfigError(
         f"the request {shortened(repr(tuple(asked)))} has no token in its context or its continuation; leave the item "
         "out of the task"

@@ -1,4 +1,4 @@
-"""lm-eval's tasks with the model of a folder: the work of ``ringspan eval harness`` on every rank."""
+"""lm-eval's tasks with a folder's model: ``ringspan eval harness`` on every rank."""
 
 import logging
 import math
@@ -26,7 +26,7 @@ _simple_evaluate: Any = simple_evaluate  # its decorator hides its parameters
 
 
 def known_tasks(include: str | None, names: Sequence[str]) -> TaskManager:
-    """List the tasks of a folder, and lm-eval's, which take ten seconds to read, only if the names need them."""
+    """List a folder's tasks, and lm-eval's, which take ten seconds to read, if the names need them."""
     if include is not None:
         own = TaskManager(include_path=include, include_defaults=False)
         if all(own.match_tasks([name]) for name in names):
@@ -46,7 +46,7 @@ def check_tasks(names: Sequence[str], manager: TaskManager) -> None:
 
 
 def run_tasks(lm: Any, names: Sequence[str], manager: TaskManager, **options: Any) -> dict[str, Any] | None:
-    """Run ``simple_evaluate`` on every rank; return its results on the first rank of each machine, as lm-eval does."""
+    """Run ``simple_evaluate`` on every rank; return its results on each machine's first rank, as lm-eval does."""
     asked = f"--tasks {','.join(names)}"
     # In the order asked for.
     tasks = list(dict.fromkeys(task for name in names for task in manager.match_tasks([name])))
@@ -61,7 +61,7 @@ def run_tasks(lm: Any, names: Sequence[str], manager: TaskManager, **options: An
 
 
 def run_harness(settings: HarnessSettings, out: Path) -> dict[str, Any] | None:
-    """Run one rank's part; return ``--json``'s object on each machine's first rank. Answers in ``out`` are reused."""
+    """Run a rank's part; return ``--json``'s object on each machine's first rank. Answers in ``out`` are reused."""
     if dist.get_rank():
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager = known_tasks(settings.include, settings.tasks)

@@ -22,7 +22,7 @@ class RingORPOTrainer(RingTrainerMixin, ORPOTrainer):
     ) -> tuple[Tensor, ...]:
         """Return TRL's results for whole logits (2B, S, V), from log-probabilities (2B, S).
 
-        Logits are replaced by their means over the vocabulary, of real tokens alone: they are only averaged.
+        Logits become their means over the vocabulary, of real tokens: they are only averaged.
         """
         both = self.concatenated_inputs(batch, padding_value=self.padding_value, device=self.accelerator.device)
         ids, mask = both["concatenated_input_ids"], both["concatenated_attention_mask"]

@@ -1,1 +1,1 @@
-"""Attention of one block of queries to one block of keys: XLA, Pallas, Triton."""
+"""Attention of one block of queries to one of keys: XLA, Pallas, Triton."""

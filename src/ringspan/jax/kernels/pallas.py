@@ -1,8 +1,8 @@
-"""Attention of one block of queries to one block of keys as Pallas kernels for TPUs, interpreted on CPU.
+"""Attention of a block of queries to a block of keys as Pallas kernels for TPUs, interpreted on CPU.
 
-The grid goes through the heads and, for each, through the list of chunk pairs; what belongs to a chunk of queries (for
-dk and dv: of keys) stays in vector memory as long as its pairs last. Scores are keys x queries, so that a query's
-maximum, sum, lse and delta lie along lanes. Names as in ``xla``; c = chunk of queries, c' = chunk of keys.
+The grid goes through heads and, for each, chunk pairs; a chunk of queries (for dk and dv: of keys) stays in vector
+memory while its pairs last. Scores are keys x queries: a query's maximum, sum, lse and delta lie along lanes. Names as
+in ``xla``; c = chunk of queries, c' = chunk of keys.
 """
 
 from collections.abc import Callable
@@ -85,7 +85,7 @@ class PallasKernel(Kernel):
 
 @dataclass(frozen=True)
 class _Pair:
-    """Chunk pair that a step of the grid computes, and its neighbours in the list."""
+    """Chunk pair of a step of the grid, and its neighbours in the list."""
 
     kernel: PallasKernel
     num_pairs: Any  # references to the tables, in scalar memory
@@ -116,7 +116,7 @@ class _Pair:
         pl.when(is_listed & (cut >= 0))(lambda: heads(self._allowed(cut)))
 
     def _allowed(self, cut: Array) -> Array:
-        """Return the pairs of queries and keys that any of the bands allows. bool (c', c)."""
+        """Return the pairs that any of the bands allows. bool (c', c)."""
         program, where = self.kernel.program, self.pairs[2 * self.step]
         shape = program.key_size, program.query_size
         column = key_of(where) * program.key_size + lax.broadcasted_iota(jnp.int32, shape, 0)
@@ -235,7 +235,7 @@ def _spec(kind: str, x: Array, program: Program) -> pl.BlockSpec:
 
 
 def _dot(a: Array, b: Array, over_a: int, over_b: int, dtype: Any) -> Array:
-    """Multiply matrices with accumulation, in the precision of their dtypes."""
+    """Multiply with accumulation, in the precision of the dtypes."""
     # The TPU's compiler refuses the highest precision for bfloat16, which has no other.
     precision = lax.Precision.DEFAULT if a.dtype == jnp.bfloat16 else lax.Precision.HIGHEST
     contracted = ((over_a,), (over_b,)), ((), ())

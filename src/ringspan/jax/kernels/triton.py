@@ -1,8 +1,7 @@
 """Attention of a block of queries to a block of keys by ``ringspan.gpu``'s Triton programs, through jax-triton.
 
-A launch computes all tiles of a block, which the program reads from the table of this rank and hop; a running (out,
-lse) goes in and comes out. Results are arrays of their own, which is what jax-triton's versions agree on. Names as in
-``xla``.
+A launch computes a block's tiles from the table of rank and hop; a running (out, lse) goes in and comes out, in arrays
+of their own: that all jax-triton versions support. Names as in ``xla``.
 """
 
 from dataclasses import dataclass
@@ -22,8 +21,6 @@ from ringspan.jax.program import Tables
 
 
 class Partial(NamedTuple):
-    """Running result of some queries, in float32."""
-
     out: Array  # (F, P, T, E)
     lse: Array  # (F, P, T), -inf where a row has seen no key
 
@@ -101,7 +98,7 @@ class TritonKernel(Kernel):
 
 
 def why_not(q: Any, v: Any) -> str | None:
-    """Return why the programs cannot compute attention of these arrays here; None if they can."""
+    """Return why the programs cannot compute attention of these arrays here, or None."""
     if jax.default_backend() != "gpu" and not interprets_triton():
         return f"it is for GPUs, not for {jax.default_backend()}"
     capability = str(getattr(jax.devices()[0], "compute_capability", ""))

@@ -1,8 +1,8 @@
-"""Attention of one block of queries to one block of keys, chunk pair by chunk pair, in plain XLA (FlashAttention).
+"""Attention of a block of queries to a block of keys, chunk pair by chunk pair, in plain XLA (FlashAttention).
 
-Scores of one chunk pair exist at a time, of one key/value head on CPU (in the cache) and of all heads elsewhere (in
-large launches). F key/value heads of the batch (B x G), P query heads that share one, T query tokens, T' keys, D head
-size, E value head size, r = P x chunk rows.
+One chunk pair's scores exist at a time, of one key/value head on CPU (in the cache), of all elsewhere (large launches).
+F key/value heads of the batch (B x G), P query heads that share one, T query tokens, T' keys, D head size, E value head
+size, r = P x chunk rows.
 """
 
 from abc import ABC, abstractmethod
@@ -34,7 +34,7 @@ class State(NamedTuple):
 
 
 class QueryRows(NamedTuple):
-    """One chunk of queries in backward. ``lse`` is the GLOBAL one, ``delta = sum(dout out)``; both (r,)."""
+    """A chunk of queries in backward. ``lse`` is the GLOBAL one, ``delta = sum(dout out)``; both (r,)."""
 
     q: Array  # (r, D)
     dout: Array  # (r, E)
@@ -71,7 +71,7 @@ class Kernel(ABC):
 
     @abstractmethod
     def forward(self, row: Array, q: Array, block: Array, state: Any) -> Any:
-        """Add the keys of one ``packed`` block to ``state``. q (F, P, T, D)."""
+        """Add the keys of a ``packed`` block to ``state``. q (F, P, T, D)."""
 
     def finish(self, state: Any) -> tuple[Array, Array]:
         """Return out (F, P, T, E), and lse (F, P, T), -inf if a row has seen no key."""
@@ -86,11 +86,10 @@ class Kernel(ABC):
         """Return dq with the block's part added, and its dk, dv; lse (+inf if no key), delta GLOBAL, (F, P, T)."""
 
     def row(self, rank: Array, hop: Array | int) -> Array:
-        """Return the program's row for this rank and hop."""
         return jnp.asarray(self.program.which)[rank, hop]
 
     def scores(self, products: Array) -> tuple[Array, Array | float]:
-        """Return scores from ``q k^T``, and the derivative of a score by its product."""
+        """Return scores from ``q k^T``, and a score's derivative by its product."""
         if self.softcap is None:
             return products * self.scale, self.scale
         bent = jnp.tanh(products * (self.scale / self.softcap))
@@ -214,11 +213,11 @@ class XlaKernel(Kernel):
         return _loop(work.num_partial, cut_pair, _loop(work.num_runs, run, sums))
 
     def _highest(self, products: Array) -> Array:
-        """Return the highest score of each row; scores grow with products, so only the highest is computed."""
+        """Return each row's highest score; scores grow with products, so only the highest is computed."""
         return self.scores(products.max(-1) if self.scale >= 0 else products.min(-1))[0]
 
     def _allowed(self, query: Array, key: Array, first: Array, count: Array, *, keys_first: bool = False) -> Array:
-        """Return the allowed pairs of a chunk pair. bool (query chunk, key chunk), or with keys first."""
+        """Return a chunk pair's allowed pairs. bool (query chunk, key chunk), or keys first."""
         row = query + jnp.arange(self.program.query_size, dtype=jnp.int32)
         column = key + jnp.arange(self.program.key_size, dtype=jnp.int32)
         row, column = (row, column[:, None]) if keys_first else (row[:, None], column)
@@ -233,12 +232,12 @@ class XlaKernel(Kernel):
 
 
 def accumulation_dtype(dtype: Any) -> Any:
-    """Return float64 for float64 inputs, else float32: partials and gradients add up in it."""
+    """Return float64 for float64 inputs, else float32."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
 def varying_like(x: Array, *others: Array) -> Array:
-    """Make ``x`` vary along every mesh axis along which ``shard_map`` knows one of the others to differ."""
+    """Make ``x`` vary along the mesh axes along which ``shard_map`` knows another to differ."""
     axes = frozenset[str]().union(*map(varying_axes, others)) - varying_axes(x)
     return lax.pcast(x, tuple(sorted(axes)), to="varying") if axes else x
 
@@ -271,7 +270,7 @@ def _loop(count: Array, body: Callable[[Array, Any], Any], start: Any) -> Any:
 
 
 def _dot(a: Array, b: Array, contracting: tuple[tuple[int], tuple[int]], dtype: Any) -> Array:
-    """Multiply matrices with accumulation, on every device, in the precision of their dtypes."""
+    """Multiply with accumulation, on every device, in the precision of the dtypes."""
     return lax.dot_general(
         a, b, (contracting, ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=dtype
     )  # fmt: skip
@@ -284,7 +283,7 @@ def packed(k: Array, v: Array) -> Array:
 
 
 def parted(block: Array, *sizes: int) -> tuple[Array, Array]:
-    """Split a packed block into keys and values, whose sizes are D and E."""
+    """Split a packed block into keys and values of sizes D and E."""
     k, v = jnp.split(block, [_rows_of_keys(block, sizes)], 1)
     return k.reshape(len(k), -1, sizes[0]), v.reshape(len(v), -1, sizes[1])
 
@@ -308,7 +307,7 @@ def _add(x: Array, part: Array, head: Array, row: Array) -> Array:
 
 
 def _cut_rows(x: Array, head: Array, start: Array, size: int) -> Array:
-    """Return tokens of a head of (F, P, T, ...) as rows: (P x size, ...)."""
+    """Return a head's tokens of (F, P, T, ...) as rows: (P x size, ...)."""
     _, shared, _, *rest = x.shape
     return lax.dynamic_slice(x, _at(head, 0, start, *(0 for _ in rest)), (1, shared, size, *rest)).reshape(-1, *rest)
 

@@ -1,4 +1,4 @@
-"""Layers with a state, and convolutions, over a sequence that is split over a mesh axis, inside ``shard_map``."""
+"""Layers with a state, and convolutions, over a sequence split over a mesh axis, inside ``shard_map``."""
 
 from ringspan.jax.recurrence.layers import (
     causal_convolution,

@@ -1,9 +1,8 @@
-"""Layers with a state over a ring's local tokens, token by token; arithmetic as in the oracles of the tests.
+"""Layers with a state over a ring's local tokens, token by token, as the tests' oracles compute.
 
-Each span runs from a zero state, to get its affine map (A, B); the maps are scanned; each span runs again from the
-state that it takes. A document begins with a state of 0, so A of such a span is 0. Values past the length of the layout
-change nothing. B batch, T local tokens, n local spans of t tokens, H heads, K key size, V value size, C channels, N
-state size.
+Each span runs from zero, to get its affine map (A, B); the maps are scanned; it runs again from the state that it
+takes. A document begins with state 0, so its span's A is 0. Values past the layout's length change nothing. B batch, T
+local tokens, n local spans of t tokens, H heads, K key size, V value size, C channels, N state size.
 """
 
 from collections.abc import Callable, Sequence
@@ -43,10 +42,10 @@ def delta_rule(
     The gated delta rule, or Kimi delta attention; differentiable, inside ``shard_map``.
 
     Args:
-        q, k: local tokens (B, T, H, K), in the order of the layout; v (B, T, H, V); beta (B, T, H).
-        log_decay: log a, one number per head (B, T, H) or one per key channel (B, T, H, K).
-        layout: contiguous or zigzag. A name means that the sequence is N x T tokens long.
-        axis_name: the mesh axis over which the sequence is split.
+        q, k: local tokens (B, T, H, K), in the layout's order; v (B, T, H, V); beta (B, T, H).
+        log_decay: log a, per head (B, T, H) or key channel (B, T, H, K).
+        layout: contiguous or zigzag. A name means a sequence of N x T tokens.
+        axis_name: the mesh axis that splits the sequence.
         starts: where documents begin; each is computed by itself.
 
     Returns:
@@ -217,7 +216,7 @@ def _recurrence(
     begun: Callable[[int], Array] | None = None,
     is_matrix: bool = False,
 ) -> Array:
-    """Compute outputs (B, T, ...) of the rule ``step`` of one token; inputs (B, T, ...), states (B, *shape)."""
+    """Compute outputs (B, T, ...) of one token's rule ``step``; inputs (B, T, ...), states (B, *shape)."""
     # ``map_of`` returns A and B of a span from the state after it, which began as ``begun`` says, or with 0.
     split = _layout_of(layout, axis_name, inputs[0].shape[1])
     parts = [_in_spans(_wide(x), split, axis_name) for x in inputs]
@@ -250,7 +249,6 @@ def _recurrence(
 
 
 def _wide(x: Array) -> Array:
-    """Cast states and their inputs to float32 or wider."""
     return x.astype(accumulation_dtype(x.dtype))
 
 
@@ -272,7 +270,6 @@ def _in_spans(x: Array, layout: Layout, axis_name: str) -> Array:
 
 
 def _joined(parts: Array) -> Array:
-    """Join (n, B, t, ...) to (B, T, ...)."""
     return jnp.concatenate(list(parts), 1)
 
 

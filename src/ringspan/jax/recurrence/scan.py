@@ -1,7 +1,7 @@
-"""Traffic between spans (chunks of consecutive tokens): states, the maps that compose them, inputs before a span.
+"""Traffic between spans (chunks of consecutive tokens): states, their maps, inputs before a span.
 
-All ranks run one program: a round of the scan is one ``ppermute`` per pair of local spans between which something
-travels. N ranks, n local spans, M = N n spans in all.
+All ranks run one program: a round of the scan is a ``ppermute`` per pair of local spans that exchange. N ranks, n local
+spans, M = N n spans.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ class Span(NamedTuple):
 
 @lru_cache(maxsize=64)
 def spans_of(layout: Layout) -> tuple[Span, ...]:
-    """Return the spans of a layout in order, all of one length; LayoutError if striped, UnsupportedError if custom."""
+    """Return a layout's spans in order, of one length; LayoutError if striped, UnsupportedError if custom."""
     if isinstance(layout, CustomLayout):
         raise UnsupportedError(
             "a layout of any runs of positions is not supported in JAX, where one program serves all ranks; use "
@@ -46,7 +46,7 @@ def scan_states(maps: Array, states: Array, *, layout: Layout, axis_name: str = 
         maps: A of the local spans (n, B, ...): factors of the states' entries, or matrices (n, B, ..., K, K).
         states: B of the local spans (n, B, ...).
         layout: contiguous or zigzag (LayoutError if striped, UnsupportedError if custom).
-        axis_name: the mesh axis over which the sequence is split.
+        axis_name: the mesh axis that splits the sequence.
         is_matrix: A is a matrix, applied to S from the left.
     """
     spans = spans_of(layout)

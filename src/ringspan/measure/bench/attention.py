@@ -1,4 +1,4 @@
-"""Benchmark of the ring's attention on N one-thread ranks against scaled_dot_product_attention on N threads."""
+"""Benchmark: the ring's attention on N one-thread ranks against scaled_dot_product_attention on N threads."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -29,8 +29,6 @@ KINDS: Final = {"forward": 1.0, "forward_backward": 3.5}  # FLOPs, in units of t
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionCase:
-    """One attention: its global length, heads, dtype, mask and how it is split."""
-
     ranks: int = 2
     length: int = 8192
     batch: int = 1
@@ -45,10 +43,10 @@ class AttentionCase:
 
 
 def run(case: AttentionCase) -> dict[str, Any]:
-    """Measure a case: medians of interleaved repeats, each timed from a barrier to the slowest rank.
+    """Measure a case: medians of interleaved repeats, each from a barrier to the slowest rank.
 
-    The baseline runs on rank 0 with as many threads as there are ranks, while the others sleep. Tensors are stored
-    (B, T, H, D), as a model's projections make them. ``exposed_comm_seconds`` is what the slowest rank waited.
+    The baseline has a thread per rank, on rank 0, while others sleep; tensors are (B, T, H, D) in memory, as
+    projections make them. ``exposed_comm_seconds``: what the slowest rank waited.
     """
     results = launch(_measure, case.ranks, case, threads=1)
     return {**results[0], "config": asdict(case), "machine": describe_machine()}
@@ -115,7 +113,7 @@ def _dense(mask: Mask, length: int, device: torch.device) -> Tensor:
 
 
 def _exposed(on_ring: Callable[[bool], list[Tensor]]) -> dict[str, float]:
-    """Return the slowest rank's seconds of waiting in one more forward, and one more forward and backward."""
+    """Return the slowest rank's waiting in one more forward, and one more forward and backward."""
     waits: dict[str, float] = {}
     for kind, is_backward in (("forward", False), ("forward_backward", True)):
         dist.barrier()
@@ -126,7 +124,7 @@ def _exposed(on_ring: Callable[[bool], list[Tensor]]) -> dict[str, float]:
 
 
 def _peak_bytes(function: Callable[[], Any] | None, *, threads: int = 1) -> float:
-    """Return the most bytes on any rank that a pass holds without its inputs; kernel and message buffers included."""
+    """Return any rank's most bytes in a pass without its inputs; kernel and message buffers included."""
     torch.set_num_threads(threads)
     found = allocated_bytes(function) if function else 0
     torch.set_num_threads(1)
@@ -140,7 +138,7 @@ def _largest(number: float) -> float:
 
 
 def _error(case: AttentionCase, inputs: list[Tensor], dout: Tensor, ours: list[Tensor]) -> float:
-    """Return the largest relative error of out and dq against float64, over a sample of rows on each rank."""
+    """Return the largest relative error of out and dq against float64, over sampled rows of each rank."""
     layout = Layout(case.layout, case.length, case.ranks)
     positions = layout.positions(dist.get_rank())
     sample = np.random.default_rng(0).permutation(np.flatnonzero(positions < case.length))[:32]

@@ -1,4 +1,4 @@
-"""Kernels that serve each kind of attention: what they choose for the tiles of a few cases; nothing is computed."""
+"""Kernels that serve each kind of attention, chosen for a few cases; nothing is computed."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ _NO_CUDA: Final = "it needs a CUDA device, and this machine has none"
 
 @dataclass(frozen=True)
 class Case:
-    """One kind of attention on a zigzag ring of four: its mask, what scores are, dtype and head sizes."""
+    """A kind of attention on a zigzag ring of four: mask, scores, dtype, head sizes."""
 
     mask: Mask = causal()  # noqa: RUF009 - a Mask is frozen
     dtype: torch.dtype = torch.bfloat16
@@ -71,7 +71,7 @@ def serving(case: Case, where: torch.device) -> dict[str, float]:
 
 
 def kernel_report(devices: list[torch.device]) -> dict[str, dict[str, Any]]:
-    """Describe each kernel: whether it runs on any device, its largest share of each case, or why it has none."""
+    """Describe each kernel: does it run on any device, its largest share of each case, or why none."""
     served: dict[str, dict[str, float]] = {name: {} for name in kernels.KERNELS}
     for where in devices:
         for title, case in CASES.items():

@@ -1,7 +1,4 @@
-"""One rank of a ring rehearsed on one device: its whole schedule, with blocks copied in on a side stream.
-
-The yardstick is the fastest local kernel on one sequence of as many pairs, under the same mask.
-"""
+"""One rank's whole schedule on one device, blocks copied in, against the fastest kernel on as many pairs."""
 
 import math
 import time
@@ -44,8 +41,6 @@ _SAMPLE: Final = 128  # rows compared with float64, of each of the ranks that ar
 
 @dataclass(frozen=True, kw_only=True)
 class RingCase:
-    """One attention, and the rank of it that is rehearsed."""
-
     virtual_ranks: int = 8
     rank: int = 0
     tokens: int = 8192
@@ -64,9 +59,9 @@ class RingCase:
 def run(case: RingCase) -> dict[str, Any]:
     """Measure a case: medians of interleaved repeats.
 
-    ``efficiency`` is FLOP/s of the rank's hops over FLOP/s of the fastest single kernel, and ``transfer_share`` the
-    part of the time with transfers that they cost, both of the device's own time; ``host_seconds`` are until all work
-    is handed to it. ``errors`` are those of out and dq relative to float64, by number of ranks and of one kernel alone.
+    ``efficiency``: FLOP/s of the rank's hops over the fastest single kernel's; ``transfer_share``: the part of the time
+    with transfers that they cost, both of the device's time; ``host_seconds``: until all work is handed to it.
+    ``errors`` of out and dq relative to float64, by number of ranks and of one kernel.
     """
     if not 0 <= case.rank < case.virtual_ranks:
         raise ConfigError(f"--rank {case.rank}: there are {case.virtual_ranks} virtual ranks; give 0 or more")
@@ -112,7 +107,7 @@ def run(case: RingCase) -> dict[str, Any]:
 
 
 def timed(function: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds of one call, by the device's own clock where it has one."""
+    """Return a call's seconds, by the device's own clock if it has one."""
     clock.synchronize(device)
     start = clock.now(device)
     function()
@@ -122,7 +117,7 @@ def timed(function: Callable[[], Any], device: torch.device) -> float:
 
 
 class Timing(NamedTuple):
-    """Seconds of one call: until the device is done, and of the device and the host each."""
+    """Seconds of a call until the device is done, and of device and host each."""
 
     wall: float
     device: float
@@ -130,7 +125,7 @@ class Timing(NamedTuple):
 
     @staticmethod
     def of(function: Callable[[], Any], device: torch.device) -> "Timing":
-        """Time a call twice on CUDA, where the second time other work keeps the device from waiting for the host."""
+        """Time a call twice on CUDA; the second time other work keeps the device from waiting for the host."""
         wall = timed(function, device)
         if device.type != "cuda":
             return Timing(wall, wall, wall)
@@ -156,7 +151,6 @@ class Copies:
         """Drop the message."""
 
     def receive(self, pending: Sequence[PendingReceive], key: MessageKey) -> Callable[[], None] | None:
-        """Start to copy what a message brings."""
         sources = [self._source(key[1], each.spec) for each in pending]
         if self._stream is not None:  # what last used this memory may still be running
             self._stream.wait_stream(torch.cuda.current_stream())
@@ -184,7 +178,7 @@ class Copies:
 
 
 class PlayedRank:
-    """Tensors of one rank, the blocks of the others, and the single sequence to compare with."""
+    """One rank's tensors, the others' blocks, and the single sequence to compare with."""
 
     def __init__(self, case: RingCase) -> None:
         self.case, self.device, self.dtype = case, local_device(), getattr(torch, case.dtype)
@@ -205,16 +199,15 @@ class PlayedRank:
         self.single = make_schedule(self.single_layout, self.mask, 0)
 
     def random(self, heads: int, tokens: int) -> Tensor:
-        """(1, H, T, D), tokens before heads in memory, as a model's projections make them."""
+        """(1, H, T, D), tokens before heads in memory, as projections make them."""
         shape = 1, tokens, heads, self.case.head_dim
         return torch.randn(shape, generator=self._generator, device=self.device).to(self.dtype).transpose(1, 2)
 
     def flops(self, pairs: int) -> float:
-        """Return the FLOPs of a forward pass over ``pairs`` (query, key) pairs."""
         return 4.0 * pairs * self.case.heads * self.case.head_dim
 
     def passes(self, *, is_moving: bool, is_warm: bool = True) -> dict[str, Callable[[], Any]]:
-        """Return forward and backward of the rank; the other ranks' blocks are made once."""
+        """Return the rank's forward and backward; the others' blocks are made once."""
         # Backward takes results of a pass, or if it is not to be warm any numbers, so that no pass has run before.
         k, v = self.k, self.v
         blank = ring_of(self.case, self.layout, self.q, k)
@@ -237,7 +230,7 @@ class PlayedRank:
         return {name: alone(name, self.single, self.scores, dout, q, k, v) for name in names}
 
     def _same_pairs(self) -> Layout:
-        """Return one sequence under the mask with about as many pairs as the rank computes."""
+        """Return one sequence under the mask with about the rank's pairs."""
         low, high = 1, self.layout.length
         while low < high:
             middle = (low + high) // 2
@@ -256,14 +249,13 @@ def _layout(case: RingCase) -> Layout:
 
 
 def ring_of(case: RingCase, layout: Layout, q: Tensor, k: Tensor) -> Ring:
-    """Build the rank's part in the attention of a case."""
     schedule = make_schedule(layout, Mask.parse(case.mask), case.rank)
     spec = AttentionSpec(scale=case.head_dim**-0.5, mask=case.mask, kernel=case.kernel)
     return Ring(schedule, FakeTransport(Nobody()), Scores(spec.scale), spec, num_head_groups(q, k, schedule))
 
 
 def _arriving(one: Ring, k: Tensor, of: Callable[[int, slice], tuple[Tensor, Tensor]]) -> dict[int, Tensor]:
-    """Pack keys and values of every block that reaches a rank, by message number; ``of`` gives an owner's tensors."""
+    """Pack keys and values of every block that arrives, by message number; ``of`` gives an owner's tensors."""
     hops, found = one.schedule.hops, dict[int, Tensor]()
     for number, _, kv_heads in one.heads(k, k):
         for hop in hops[1:]:
@@ -278,7 +270,7 @@ def _arriving(one: Ring, k: Tensor, of: Callable[[int, slice], tuple[Tensor, Ten
 def alone(
     name: str, schedule: Schedule, scores: Scores, dout: Tensor, q: Tensor, k: Tensor, v: Tensor
 ) -> dict[str, Callable[[], Any]]:
-    """Run one kernel's forward and backward by the calls that it makes of a sequence, and nothing else."""
+    """Run one kernel's forward and backward by its calls for a sequence, and nothing else."""
     kernel, (hop,) = kernels.KERNELS[name], schedule.hops
     launches = kernel.launches(hop.bands)
     out = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
@@ -310,7 +302,7 @@ def alone(
 
 
 def error_row(case: RingCase, ranks: int) -> dict[str, Any]:
-    """Return relative errors of out and dq on the first, middle and last rank, and of one kernel alone."""
+    """Return relative errors of out and dq on the first, middle and last rank, and of one kernel."""
     small = replace(case, virtual_ranks=ranks, rank=0, tokens=max(2, case.error_tokens // ranks))
     layout = _layout(small)
     one = PlayedRank(replace(small, virtual_ranks=1, tokens=layout.length))

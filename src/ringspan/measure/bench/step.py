@@ -1,4 +1,4 @@
-"""Benchmark of a training step on N one-thread ranks against one process of N threads with transformers' sdpa."""
+"""Benchmark: a training step on N one-thread ranks against one process of N threads with transformers' sdpa."""
 
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,8 +22,6 @@ from ringspan.torch.runtime.mesh import init_mesh
 
 @dataclass(frozen=True, kw_only=True)
 class StepCase:
-    """A small Llama and one sequence."""
-
     ranks: int = 2
     length: int = 8192
     layers: int = 4
@@ -38,7 +36,7 @@ class StepCase:
 
 
 def small_llama(case: StepCase) -> PreTrainedModel:
-    """Build a Llama with the same random weights on every rank."""
+    """Build a Llama with equal random weights on every rank."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=case.vocabulary,
@@ -109,5 +107,5 @@ _SDPA = {
 
 
 def _keep_sdpa(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Apply the baseline's equivalent of checkpoint="attention"."""
+    """Checkpoint like checkpoint="attention", for the baseline."""
     return CheckpointPolicy.MUST_SAVE if operator in _SDPA else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,4 +1,4 @@
-"""Facts that ranks of a job learn about each other before it starts: versions, links, clocks, open ports."""
+"""Facts that a job's ranks learn about each other before it starts: versions, links, clocks, open ports."""
 
 import os
 import platform
@@ -33,7 +33,7 @@ _LISTENING: Final = "0A"  # TCP_LISTEN in the kernel's include/net/tcp_states.h
 
 @dataclass(frozen=True)
 class Problem:
-    """Description of a fault and its remedy. One that ``stops`` keeps training from starting, or from being right."""
+    """A fault and its remedy; one that ``stops`` keeps training from starting, or from being right."""
 
     what: str
     remedy: str
@@ -41,7 +41,7 @@ class Problem:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python, of computing packages, and of CUDA and NCCL where torch has them."""
+    """Return the versions of Python, computing packages, and torch's CUDA and NCCL."""
     nccl_version = nccl.version() if torch.cuda.is_available() and dist.is_nccl_available() else None
     return {
         "python": platform.python_version(),
@@ -52,10 +52,10 @@ def versions() -> dict[str, str | None]:
 
 
 def examine_ranks(group: dist.ProcessGroup) -> dict[str, Any]:
-    """Return facts, links and clocks of all ranks of a group; every rank calls it and gets all of it.
+    """Return all ranks' facts, links and clocks, on every rank.
 
-    ``bandwidth_bytes_per_second`` is what the slowest rank reaches when all send to the next at once, as in a ring;
-    a link's is what it reaches by itself. None for a single rank.
+    ``bandwidth_bytes_per_second``: the slowest rank's when all send to the next at once, as in a ring, None for a
+    single rank; a link's is what it reaches by itself.
     """
     ranks, facts = dist.get_world_size(group), gather(_facts(), group)
     offsets, uncertainty = clock_offsets(group)
@@ -83,7 +83,7 @@ def _facts() -> dict[str, Any]:
 
 
 def clock_offsets(group: dist.ProcessGroup) -> tuple[list[float], float]:
-    """Return the seconds that each rank's clock is ahead of the first one's, and the error of that."""
+    """Return the seconds that each rank's clock is ahead of the first's, and their error."""
     # The shortest round says most: the clocks were read within it.
     best, error = [0.0] * dist.get_world_size(group), float("inf")
     for _ in range(10):
@@ -100,7 +100,7 @@ def clock_offsets(group: dist.ProcessGroup) -> tuple[list[float], float]:
 
 
 def _link_rates(group: dist.ProcessGroup) -> list[float]:
-    """Measure bytes/s from each rank to the next, alone: neighbouring links take turns."""
+    """Measure bytes/s from each rank to the next by itself: neighbouring links take turns."""
     ranks = dist.get_world_size(group)
     if ranks == 1:
         return []
@@ -115,7 +115,7 @@ def _link_rates(group: dist.ProcessGroup) -> list[float]:
 
 
 def _transfer_rates(group: dist.ProcessGroup, senders: Iterable[int], name: str) -> list[float]:
-    """Return the best bytes/s over a few rounds of each rank when these send a block to the next rank."""
+    """Return each rank's best bytes/s over a few rounds when ``senders`` send a block to the next."""
     rank, ranks, device = dist.get_rank(group), dist.get_world_size(group), local_device()
     after, before = (rank + 1) % ranks, (rank - 1) % ranks
     block = torch.zeros(_MESSAGE_BYTES[device.type], dtype=torch.uint8, device=device)
@@ -147,13 +147,13 @@ def listening(process: int) -> list[str] | None:
 
 
 def listeners(table: str) -> list[tuple[str, str]]:
-    """Return (address, inode) of the listening sockets in the text of ``/proc/net/tcp`` or ``tcp6``."""
+    """Return (address, inode) of listening sockets in the text of ``/proc/net/tcp`` or ``tcp6``."""
     rows = [line.split() for line in table.splitlines()[1:]]
     return [(_address(row[1]), row[9]) for row in rows if len(row) > 9 and row[3] == _LISTENING]
 
 
 def _address(text: str) -> str:
-    """Decode ``0100007F:1F90`` to ``127.0.0.1:8080``: 32-bit words in the machine's little-endian order."""
+    """Decode ``0100007F:1F90`` to ``127.0.0.1:8080``: little-endian 32-bit words."""
     host, port = text.split(":")
     packed = b"".join(bytes.fromhex(host[i : i + 8])[::-1] for i in range(0, len(host), 8))
     name = socket.inet_ntop(socket.AF_INET if len(packed) == 4 else socket.AF_INET6, packed)
@@ -161,7 +161,7 @@ def _address(text: str) -> str:
 
 
 def problems_between(examined: dict[str, Any]) -> list[Problem]:
-    """Return differences between ranks in the result of ``examine_ranks``, each with its rank."""
+    """Return differences between ranks, each with its rank."""
     facts = examined["ranks"]
     found = [problem for name in facts[0]["versions"] for problem in _odd_ones(facts, name)]
     devices = Counter(fact["device"] for fact in facts)
@@ -188,7 +188,6 @@ def problems_between(examined: dict[str, Any]) -> list[Problem]:
 
 
 def _odd_ones(facts: list[dict[str, Any]], name: str) -> list[Problem]:
-    """Return problems of ranks whose version differs from the majority's."""
     values = [fact["versions"][name] for fact in facts]
     usual = Counter(values).most_common(1)[0][0]
     return [

@@ -48,7 +48,7 @@ _WRONG: Final = 1e-5  # relative error of the ring in float32, of which 1e-6 is 
 
 
 def examine(ranks: int | None, doing: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
-    """Return the ``ringspan doctor`` report of ``ranks`` local processes, one per device if None."""
+    """Return the ``ringspan doctor`` report of local processes, one per device if None."""
     ranks = default_ranks() if ranks is None else ranks
     doing(f"measuring {ranks} rank{'s' if ranks != 1 else ''} and the links between them")
     try:
@@ -63,7 +63,7 @@ def examine(ranks: int | None, doing: Callable[[str], None] = lambda what: None)
 def examine_job(
     timeout_seconds: float = 120.0, doing: Callable[[str], None] = lambda what: None
 ) -> tuple[dict[str, Any], bool]:
-    """Return ``examine``'s findings for the job that torchrun has started, and whether this rank shows them."""
+    """Return ``examine``'s findings for torchrun's job, and whether this rank shows them."""
     is_first = os.environ["RANK"] == "0"
     doing("measuring the ranks of this job and the links between them")
     try:
@@ -80,7 +80,6 @@ def examine_job(
 
 
 def examine_rank() -> dict[str, Any]:
-    """Examine one rank of the default process group: facts and links, speed, and the proof."""
     group = dist.group.WORLD
     assert group is not None, "called inside of a process group"
     examined = examine_ranks(group)
@@ -90,7 +89,7 @@ def examine_rank() -> dict[str, Any]:
 
 
 def measure_speeds(device: torch.device) -> list[dict[str, Any]]:
-    """Measure FLOP/s of matrix products and of attention, in each dtype that training computes in."""
+    """Measure FLOP/s of matrix products and attention, in each dtype of training."""
     return [
         {"what": what, "dtype": dtype, "flops": measure(device, getattr(torch, dtype))}
         for what, measure in (("matmul", measure_flops), ("attention", attention_flops))
@@ -99,10 +98,10 @@ def measure_speeds(device: torch.device) -> list[dict[str, Any]]:
 
 
 def report(examined: dict[str, Any] | None, failures: Iterable[Problem] = ()) -> dict[str, Any]:
-    """Return what this machine has, what its ranks found out about each other, and all problems.
+    """Return what this machine has, what its ranks found out, and all problems.
 
-    ``flops`` is that of bfloat16 matrix products on the slowest rank; ``min_block_tokens`` is F/B, from which a
-    block's computation hides its travel.
+    ``flops``: bfloat16 matrix products on the slowest rank; ``min_block_tokens``: F/B, from which a block's computation
+    hides its travel.
     """
     device = local_device()
     problems = [*_problems_here(device), *failures]
@@ -192,7 +191,7 @@ def _problems_here(device: torch.device) -> Iterator[Problem]:
 
 
 def attention_flops(device: torch.device, dtype: torch.dtype, *, tokens: int | None = None) -> float:
-    """Return the best FLOP/s of causal attention, both passes, with the kernel that the ring would choose."""
+    """Return the best FLOP/s of causal attention, both passes, with the ring's kernel."""
     # 8 heads of 128; 14 FLOPs per pair and entry of a head: two matrix products forward, five backward.
     heads, head_dim, tokens = 8, 128, tokens or (8192 if device.type == "cuda" else 1024)
     q, k, v, dout = (torch.randn(1, heads, tokens, head_dim, device=device).to(dtype) for _ in range(4))
@@ -208,7 +207,7 @@ def attention_flops(device: torch.device, dtype: torch.dtype, *, tokens: int | N
 
 
 def ring_error(group: dist.ProcessGroup) -> float:
-    """Return the largest relative error of any rank's causal attention, both passes, against dense float64."""
+    """Return any rank's largest relative error of causal attention, both passes, against dense float64."""
     ranks, rank, device = dist.get_world_size(group), dist.get_rank(group), local_device()
     layout = Layout(
         "zigzag", 2 * max(1, min(24, 512 // ranks)) * ranks, ranks

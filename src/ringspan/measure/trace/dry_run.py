@@ -1,4 +1,4 @@
-"""The real training step of the real model, traced on fake tensors as one rank of many: nothing is computed or sent."""
+"""The real step of the real model, traced on fake tensors as one rank of many: nothing is computed or sent."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -43,7 +43,7 @@ _TIMELINE_MOMENTS: Final = 400
 
 @dataclass(frozen=True)
 class Trace:
-    """Record of one rank's memory over a training step: every change, in order, and the highest."""
+    """A rank's memory over a training step: every change, in order, and the highest."""
 
     rank: int
     moments: tuple[Moment, ...]
@@ -54,7 +54,7 @@ class Trace:
 
 
 def trace(config: PreTrainedConfig, setting: Setting, rank: int = 0) -> Trace:
-    """Trace a whole training step as ``rank`` of ``replicate x ring x tp``; raise like ``check_rank``."""
+    """Trace a training step as ``rank`` of ``replicate x ring x tp``; raise like ``check_rank``."""
     # A fake process group is made, in which nothing is sent.
     check_rank(config, setting, rank)
     tracker = MemoryTracker(is_fake=True)
@@ -118,14 +118,14 @@ def _batch(model: Any, mesh: DeviceMesh, setting: Setting) -> dict[str, torch.Te
 
 
 def _without_values(on_gpu: bool) -> DeviceRules:
-    """Return rules for tensors without values, as on CPU or GPU (without one there are no fake CUDA tensors)."""
+    """Return rules for tensors without values, as on CPU or GPU: fake CUDA tensors need one."""
     # No file could hold them, and whatever a module is tried on, it passes.
     rules = DeviceRules(cuts_for_cores=False) if on_gpu else rules_of(torch.device("cpu"))
     return replace(rules, offloads_to="nowhere", probe_tokens=1)
 
 
 class _OneChunk(Eager):
-    """Plain PyTorch on one chunk of scores of a launch: without values all chunks are equal, and many."""
+    """Plain PyTorch on one chunk of scores of a launch: without values all of the many are equal."""
 
     def heads(self, q: Tensor, k: Tensor, tile: Tile, size: ChunkSize) -> Iterator[tuple[int, slice, slice]]:
         return islice(super().heads(q, k, tile, size), 1)
@@ -137,7 +137,7 @@ class _OneChunk(Eager):
 
 
 class _FarHostAdamW(HostAdamW):
-    """``HostAdamW`` as a GPU's memory sees it: a step takes place elsewhere, and weights change where they are."""
+    """``HostAdamW`` as a GPU's memory sees it: the step is elsewhere, weights change in place."""
 
     def step(self, closure: Any = None) -> None:
         del closure
@@ -155,7 +155,7 @@ def check_rank(config: PreTrainedConfig, setting: Setting, rank: int) -> None:
 
 @contextmanager
 def fake_mesh(setting: Setting, rank: int, device_type: str) -> Iterator[DeviceMesh]:
-    """Build a step's mesh as one of its ranks sees it, in a process group in which nothing is sent."""
+    """Build a step's mesh as one of its ranks sees it, in a process group that sends nothing."""
     dist.init_process_group("fake", rank=rank, world_size=setting.devices, store=FakeStore())
     try:
         yield make_mesh(device_type, setting.replicate, setting.ring, setting.tp)
@@ -189,14 +189,14 @@ def summary(traced: Trace, budget_bytes: int) -> dict[str, Any]:
 
 
 def thinned(moments: Sequence[Moment], count: int) -> list[Moment]:
-    """Return about ``count`` moments at most: the highest of each equal stretch."""
+    """Return about ``count`` moments: the highest of each equal stretch."""
     stretch = max(1, -(-len(moments) // count))
     parts = (moments[first : first + stretch] for first in range(0, len(moments), stretch))
     return [max(part, key=lambda moment: moment.total_bytes) for part in parts]
 
 
 def hugging_face_config(shape: ModelShape, length: int) -> PreTrainedConfig:
-    """Return the config of a model of this shape and length; UnsupportedError for towers, adapters or few positions."""
+    """Return a config of this shape and length; UnsupportedError for towers, adapters or few positions."""
     if shape.sees:
         raise UnsupportedError(f"{shape.name}: --trace builds language models, not {shape.model_type} with its towers")
     if shape.lora:

@@ -1,7 +1,7 @@
-"""Memory timeline of one real step of a rank, and hop timeline of the next, by hooks: any loop can be profiled.
+"""Memory timeline of a rank's real step, and hop timeline of the next, by hooks: any loop can be profiled.
 
-The first two steps run under the memory tracker (FSDP makes its buffers in the first, the optimizer its state), which
-slows them; the third runs without it and is the one whose seconds are shown.
+Two steps run under the memory tracker (FSDP makes its buffers in the first, the optimizer its state), which slows them;
+the third, whose seconds are shown, without.
 """
 
 import time
@@ -32,10 +32,10 @@ _MEMORY_MOMENTS: Final = 250
 
 @dataclass(frozen=True, kw_only=True)
 class RankProfile:
-    """One rank's two timelines, in seconds from the beginning of their step; plain values, as JSON holds them.
+    """A rank's timelines in seconds from the beginning of their step, as JSON values.
 
-    ``memory`` has "seconds", "phase" and one list of bytes a category; ``phases`` and ``memory_phases`` are (name,
-    start); ``visits`` the hops' computations, ``passages`` the exchanges with what the rank waited for each.
+    ``memory``: "seconds", "phase" and a list of bytes per category; ``phases``, ``memory_phases``: (name, start);
+    ``visits``: the hops' computations; ``passages``: exchanges with their waits.
     """
 
     rank: int
@@ -50,7 +50,6 @@ class RankProfile:
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds that this rank waited for others in the step."""
         return sum(each["arrived"] - each["waited"] for each in self.passages)
 
     def as_json(self) -> dict[str, Any]:
@@ -58,7 +57,7 @@ class RankProfile:
 
 
 class Profiler:
-    """Profiler of the first steps inside of ``step()``; afterwards its hooks are gone and it costs nothing."""
+    """Profiler of the first steps inside of ``step()``; then its hooks are gone."""
 
     def __init__(self, model: Any, optimizer: torch.optim.Optimizer, rank: int, snapshot: Path | None = None) -> None:
         """Watch a parallelized model and its optimizer; ``snapshot`` gets the memory step's CUDA allocator history."""
@@ -79,7 +78,7 @@ class Profiler:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Wrap each optimizer step of the run, with all of its micro-steps."""
+        """Wrap an optimizer step with all of its micro-steps."""
         self._num_steps += 1
         if self._num_steps < NUM_STEPS:
             with self._tracked(is_kept=self._num_steps == NUM_STEPS - 1):
@@ -162,7 +161,7 @@ class Profiler:
 
 
 def profile_rank(shape: ModelShape, setting: Setting, folder: Path, doing: Callable[[str], None]) -> list[RankProfile]:
-    """Profile a model with random weights on the default process group; every rank calls it, the first announces."""
+    """Profile a model with random weights; every rank of the default group calls it, the first announces."""
     doing = doing if dist.get_rank() == 0 else lambda what: None
     mesh = init_mesh(ring=setting.ring)
     device = mesh.device_type
@@ -186,5 +185,4 @@ def profile_rank(shape: ModelShape, setting: Setting, folder: Path, doing: Calla
 
 
 def gathered(profiler: Profiler) -> list[RankProfile]:
-    """Return the profiles of all ranks of the default process group, on each of them."""
     return gather(profiler.result)

@@ -1,7 +1,7 @@
-"""One rank of many on the one device at hand: real tensors, real kernels, made-up neighbours.
+"""One rank of many on the one device at hand: real tensors and kernels, made-up neighbours.
 
-Collectives are answered with this rank's own data, and blocks that would arrive are random numbers: loss and gradients
-mean nothing, but every buffer and every kernel is the real one.
+Collectives are answered with this rank's data, arriving blocks are random: loss and gradients mean nothing, but every
+buffer and kernel is real.
 """
 
 import os
@@ -52,7 +52,6 @@ class Rehearsal:
 def rehearse_plan(
     answer: Plan, rank: int, bandwidth: float, doing: Callable[[str], None] = lambda what: None
 ) -> Rehearsal:
-    """Rehearse the step that a plan proposes; see ``rehearse``."""
     device = local_device()
     setting = replace(answer.setting, on_gpu=device.type == "cuda")
     shape = answer.question.shape
@@ -96,8 +95,8 @@ def rehearse(
 ) -> Rehearsal:
     """Run training steps as ``rank`` of ``ring x replicate`` on this process's device.
 
-    ``peak_bytes`` is what the allocator has given out at most in a step, kernels' own buffers included; ``bytes``
-    are the tensors at their highest moment by category. A neighbour's blocks arrive at ``bandwidth`` bytes/s.
+    ``peak_bytes``: the most that the allocator gave out in a step, kernels' buffers included; ``bytes``: tensors at
+    their highest moment by category. Blocks arrive at ``bandwidth`` bytes/s.
     """
     dryrun.check_rank(config, setting, rank)
     device = local_device()
@@ -162,7 +161,7 @@ class _Timed:
 
 
 def _timed_step(step: Callable[[], None], model: nn.Module, device: torch.device, arrivals: _MadeUp) -> _Timed:
-    """Run one step; note its layers and when blocks were posted and needed; on a CPU without making blocks up."""
+    """Run a step; note its layers and when blocks were posted and needed; on a CPU without making blocks up."""
     before = arrivals.seconds
     with recorded() as (transfers, _), _layer_moments(model, device) as layers:
         started = now(device)
@@ -174,14 +173,14 @@ def _timed_step(step: Callable[[], None], model: nn.Module, device: torch.device
 
 
 def _events(transfers: list[TransferRecord], started: Moment) -> list[tuple[float, int, int]]:
-    """Return (seconds, transfer number, arriving bytes or -1 when it is needed), in order."""
+    """Return (seconds, transfer number, arriving bytes or -1 when needed), in order."""
     posted = [(seconds(started, each.posted), number, each.received_bytes) for number, each in enumerate(transfers)]
     needed = [(seconds(started, each.waited), number, -1) for number, each in enumerate(transfers) if each.waited]
     return sorted(posted + needed)
 
 
 def exposed_seconds(events: list[tuple[float, int, int]], bandwidth: float) -> float:
-    """Return the total wait of a rank when blocks arrive at ``bandwidth``, one after the other as they were posted."""
+    """Return a rank's wait when blocks arrive at ``bandwidth``, one after the other as posted."""
     # ``events``: (seconds, number of an exchange, bytes, or -1 when needed), in order; a wait delays what follows.
     delay, free, arrival = 0.0, 0.0, dict[int, float]()
     for moment, number, num_bytes in events:
@@ -194,8 +193,6 @@ def exposed_seconds(events: list[tuple[float, int, int]], bandwidth: float) -> f
 
 
 class _Layers:
-    """Start and end of each layer's forward, and of its backward."""
-
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.forward: dict[int, list[Moment]] = {}
@@ -207,7 +204,7 @@ class _Layers:
 
 @contextmanager
 def _layer_moments(model: nn.Module, device: torch.device) -> Iterator[_Layers]:
-    """Record layers' start and end by hooks in forward, and by those of input and output gradients."""
+    """Record layers' start and end by hooks in forward, and on input and output gradients."""
     layers, handles = _Layers(device), []
 
     def begin(number: int, module: nn.Module, args: tuple[Tensor, ...]) -> None:

@@ -1,4 +1,4 @@
-"""Replacements in torch that a trace needs, while active, where torch has no argument, hook or registry."""
+"""Replacements in torch while a trace is active, where torch has no argument, hook or registry."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -33,7 +33,7 @@ def real_meshes() -> Iterator[None]:
 
 @contextmanager
 def watched_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Call ``resized`` after a storage has changed its size, as FSDP does; a dispatch mode sees operators only."""
+    """Call ``resized`` after a storage changes its size, as FSDP does; a dispatch mode sees only operators."""
     resize = torch.UntypedStorage.resize_
 
     def resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:

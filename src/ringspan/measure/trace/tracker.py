@@ -1,4 +1,4 @@
-"""Living tensors by purpose: bytes per category at each operator of a training step, real or traced."""
+"""Living tensors by purpose: bytes per category at each operator of a step, real or traced."""
 
 import time
 import weakref
@@ -25,7 +25,7 @@ _ops = torch.ops
 
 @dataclass(frozen=True)
 class Moment:
-    """State after one operator: its number in the run, the phase, bytes per category, and the host's time."""
+    """State after an operator: its number, phase, bytes per category, and the host's time."""
 
     index: int
     phase: str
@@ -47,10 +47,10 @@ class _Storage:
 
 @dataclass
 class MemoryTracker(TorchDispatchMode):
-    """A dispatch mode that knows all storages made inside of it, also those inside of the ring operator.
+    """A dispatch mode that knows all storages made inside of it, also inside of the ring operator.
 
-    It runs the ring's own loop in place of the operator; what a kernel allocates inside of one operator of PyTorch
-    is not seen. With ``is_fake`` it answers for the tensors that have no values (see ``_ANSWERS``).
+    It runs the ring's own loop in place of the operator; what a kernel allocates inside one of PyTorch's operators is
+    not seen. With ``is_fake`` it answers for tensors without values (see ``_ANSWERS``).
     """
 
     is_fake: bool = False
@@ -84,7 +84,6 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def peak(self) -> Moment:
-        """Moment that holds the most."""
         return max(self.moments, key=lambda moment: moment.total_bytes)
 
     def watch(self, category: Category, tensors: Iterable[Tensor]) -> None:
@@ -99,7 +98,7 @@ class MemoryTracker(TorchDispatchMode):
         self._note()
 
     def watch_model(self, model: nn.Module) -> None:
-        """Count a parallelized model's parameters and gradients, and watch the ends of its layers."""
+        """Count a model's parameters and gradients, and watch the ends of its layers."""
         self._sharded = list(model.parameters())
         self.watch("parameters", self._sharded)
         self.watch("parameters", model.buffers())
@@ -117,12 +116,11 @@ class MemoryTracker(TorchDispatchMode):
                     self._move(known, "gradients")
 
     def keep(self) -> None:
-        """Count what the forward pass leaves for backward as activations."""
+        """Count what forward leaves for backward as activations."""
         self._keep_since(0)
         self._note()
 
     def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Count an optimizer's state as such."""
         states = (value for state in optimizer.state.values() for value in state.values())
         self.watch("optimizer", (value for value in states if isinstance(value, Tensor)))
 
@@ -134,7 +132,7 @@ class MemoryTracker(TorchDispatchMode):
         self._note()
 
     def restart(self) -> None:
-        """Forget the moments so far; what is held is still known."""
+        """Forget the moments so far, not what is held."""
         self.watch("parameters", self._sharded)  # FSDP pads uneven ones anew in the first step
         self.moments.clear()
         self._note(always=True)
@@ -219,7 +217,7 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def train_step(tracker: MemoryTracker, model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> None:
-    """Run one training step like the training loop, with its phases marked in the tracker."""
+    """Run a training step like the loop, its phases marked in the tracker."""
     tracker.phase = "forward"
     loss = model(**batch).loss
     tracker.keep()
@@ -239,7 +237,7 @@ def end_step(tracker: MemoryTracker, model: Any, optimizer: torch.optim.Optimize
 
 
 def held_activations(model: Any, batch: dict[str, Tensor]) -> int:
-    """Return the bytes that the decoder keeps from forward to backward, without parameters gathered by FSDP."""
+    """Return the bytes that the decoder keeps for backward, without parameters gathered by FSDP."""
     tracker = MemoryTracker()
     # After the decoder and before the loss, which has gradients of its own.
     handle = model.base_model.register_forward_hook(lambda *_: tracker.keep())

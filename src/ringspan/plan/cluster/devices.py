@@ -50,7 +50,6 @@ def _gpu(
     host: tuple[float, int] = (0, 0),
     per_node: int = 8,
 ) -> Device:
-    """Build a GPU from GB and GB/s."""
     return Device(
         name=name,
         title=title,

@@ -86,7 +86,6 @@ def _named(name: str) -> Device:
 
 
 def _essence(name: str) -> str:
-    """Reduce a name to letters and digits without the vendor's words."""
     words = re.split("[^a-z0-9]+", name.lower())
     return "".join(_FORM.sub("", word) for word in words if not _NOISE.fullmatch(word))
 

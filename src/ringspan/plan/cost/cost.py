@@ -121,8 +121,6 @@ def step_cost(
 
 @dataclass(frozen=True)
 class _Time:
-    """Seconds and bytes of one layer, or of all outside of the layers."""
-
     compute: float
     seconds: float
     ring_bytes: float

@@ -39,7 +39,6 @@ def saved_per_token(local: ModelShape, setting: Setting, layers: int) -> int:
 
 
 def states_bytes(local: ModelShape, setting: Setting, layers: int) -> int:
-    """Return the bytes of states and maps that the spans of the first ``layers`` layers keep."""
     if setting.checkpoint == "full":
         return 0
     return sum(count * span_bytes(kind, setting) for kind, count in local.counted(layers).items())
@@ -69,7 +68,6 @@ def seen_bytes(shape: ModelShape, setting: Setting) -> int:
 
 
 def tower_layer_bytes(shape: ModelShape, setting: Setting) -> int:
-    """Return the bytes that a tower's layer keeps of that share without a checkpoint."""
     return max(tower.saved.at(tower.share(setting.batch, setting.ring)) // tower.layers for tower in shape.towers)
 
 
@@ -79,5 +77,4 @@ def pixel_bytes(shape: ModelShape, setting: Setting) -> int:
 
 
 def _out(kind: LayerKind) -> int:
-    """Count a token's numbers in the result of a recurrence or convolution."""
     return kind.scan.out if kind.scan else kind.channels

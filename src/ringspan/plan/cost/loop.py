@@ -77,7 +77,6 @@ def _share(
     types: tuple[int, int],
     comm_dtype: CommDtypeName,
 ) -> Held:
-    """Return ``loop_bytes`` of one group of heads."""
     large, small = _MOST_NODES * route.inner, _MOST_NODES // 2 * route.inner
     if ranks > large:
         most, less = (

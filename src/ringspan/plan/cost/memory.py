@@ -90,10 +90,7 @@ class _Step:
         self.gathered = self.a * self.root  # the root's parameters stay whole from the first layer to the last gradient
 
     def kept(self, layers: int, *, backward: bool = False) -> int:
-        """Return what ``layers`` layers keep on the device (offloaded: the pieces prefetched in backward).
-
-        In the next layer's backward pass, with its segment's recomputed inputs.
-        """
+        """Return what ``layers`` layers keep on the device (offloaded: prefetched pieces), with recomputed inputs."""
         setting = self.setting
         segment = setting.layers_per_checkpoint
         again = max(0, layers % segment - 1) * self.hidden if backward else 0
@@ -201,14 +198,10 @@ class _Step:
         return parts
 
     def _gradients(self, kind: LayerKind, weights: int) -> int:
-        """Return the bytes of weights' gradients, or only of adapters' if these are trained."""
         return self.a * (kind.trained if kind.frozen else weights)
 
     def _feedforward(self, done: int) -> Memory:
-        """Moment at the product's gradient: the product is freed, three tensors of its size exist.
-
-        In chunks: one chunk's, gradients of all tokens, and the weights' gradients as float32 sums and per chunk.
-        """
+        """Moment at the product's gradient: three of its size (of a chunk, with all tokens' and weights' gradients)."""
         shape, a, kind = self.shape, self.a, self._kind(done)
         chunk, made = self.setting.feedforward_tokens, sum(self._made_again(kind).values())
         if not chunk:
@@ -348,7 +341,6 @@ def _count(heads: slice) -> int:
 
 
 def local_parameter_bytes(shape: ModelShape, setting: Setting) -> int:
-    """Return a rank's bytes of parameters, frozen and trained."""
     local, trained = shape.split(setting.tp), setting.ring * local_trained_bytes(shape, setting)
     if not shape.lora:
         return setting.parameter_bytes * local.parameters // setting.ring

@@ -1,7 +1,4 @@
-"""Seconds and bytes of one attention on any number of tokens and ranks.
-
-``core.schedule.timing`` walks schedules; two rules let a few stand for the thousands that a planner asks for.
-"""
+"""Seconds and bytes of one attention on any tokens and ranks, of which a few schedules stand for all."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -29,7 +26,6 @@ Passes = Callable[[LayoutName, int, int, int | None, str, Shape, Speeds, str], t
 
 
 def causal_pairs(length: int, window: int | None = None) -> int:
-    """Count a causal sequence's (query, key) pairs, all or in a window."""
     window = length if window is None else min(window, length)
     return window * length - window * (window - 1) // 2
 
@@ -69,10 +65,7 @@ def attention_passes(
     speeds: Speeds,
     comm_dtype: str = "exact",
 ) -> tuple[Pass, Pass]:
-    """Return forward and backward of one causal attention, on the rank that takes longest.
-
-    Without a window one schedule stands for all lengths: twice the tokens, four times the pairs, twice the bytes.
-    """
+    """Return both passes of a causal attention on the slowest rank; without windows one schedule serves all lengths."""
     if shape.batch > 1:
         one = attention_passes(layout, length, ranks, window, route, replace(shape, batch=1), speeds, comm_dtype)
         return of_sequences(shape.batch, one)
@@ -115,10 +108,7 @@ def _with_bytes(one: Pass, times: float) -> Pass:
 def _passes(
     layout: Layout, mask: Mask, route: Route, shape: Shape, speeds: Speeds, comm_dtype: str, *, is_backward: bool
 ) -> Iterable[Pass]:
-    """Return ``timing.passes``; above 64 ranks or Ulysses groups extrapolated rank by rank from 64 and 48.
-
-    At equal tokens per rank, one rank more adds the same to every pass.
-    """
+    """Return ``timing.passes``; above 64 ranks or groups extrapolated from 64 and 48: each rank adds the same."""
     groups, nodes = layout.ranks // route.ulysses, -(-layout.ranks // speeds.ranks_per_node)
     if route.inner > 1:
         nodes = groups // route.inner

@@ -87,7 +87,6 @@ class Setting(StepConfig):
 
 
 def dtype_bytes(name: str) -> int:
-    """Return the bytes of a number; ConfigError for a dtype that training does not compute in."""
     if name not in DTYPE_BYTES:
         raise ConfigError(f"unknown dtype {name!r}; choose one of {', '.join(DTYPE_BYTES)}")
     return DTYPE_BYTES[name]

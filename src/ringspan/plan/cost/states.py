@@ -21,11 +21,7 @@ _STATE_BYTES: Final = 4  # states and maps are in float32
 def state_passes(
     layout: LayoutName, length: int, ranks: int, kind: LayerKind, batch: int, number_bytes: int, speeds: Speeds
 ) -> tuple[Pass, Pass]:
-    """Return forward and backward of a recurrence and convolution, on the rank that receives most.
-
-    Rounds run in sequence, each as long as its largest message; spans compute at the same time. Halos have the inputs'
-    width and ``number_bytes``.
-    """
+    """Return both passes of a recurrence and convolution on the rank that receives most; rounds run in sequence."""
     split = Layout(layout, length, ranks)
     computed = batch * split.tokens_per_rank * kind.scan_flops / speeds.flops
     twice = 1.0 if ranks > 1 else 0.0

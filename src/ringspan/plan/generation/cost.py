@@ -130,7 +130,6 @@ def _of_window(ring: int, before: int, last: int, window: int) -> int:
 
 
 def text_cost(shape: ModelShape, text: Text, device: Device) -> TextCost:
-    """Return a text's cost on a device of known memory bandwidth."""
     times = _Times(shape, text, device)
     first, exposed = times.reading()
     parts = times.writing(text.prompt)
@@ -141,8 +140,6 @@ def text_cost(shape: ModelShape, text: Text, device: Device) -> TextCost:
 
 
 class _Times:
-    """Seconds of a text's passes on one rank."""
-
     def __init__(self, shape: ModelShape, text: Text, device: Device) -> None:
         self.text, self.device, self.shape = text, device, shape.split(text.tp)
         self.windows = Counter(self.shape.layer_windows)
@@ -213,7 +210,6 @@ class _Times:
         return seconds, exposed
 
     def _computed(self, count: int, held: int, window: int | None) -> float:
-        """Return a rank's seconds for attention of new tokens to all so far."""
         pairs = causal_pairs(held + count, window) - causal_pairs(held, window)
         return pairs / self.text.ring * pair_flops(self.attention, is_backward=False) / self.flops
 
@@ -239,10 +235,8 @@ class _Times:
         return max(self._computed(count, held, window), of_cache / self.device.memory_bandwidth)
 
     def _gathered(self, parameters: int) -> float:
-        """Return the seconds in which other ranks' shards arrive."""
         return parameters * self.text.number_bytes * (1 - 1 / self.text.ring) / self._bandwidth
 
     def _sums(self, tokens: int) -> float:
-        """Return the seconds of a layer's two tensor-parallel sums."""
         hidden = tokens * self.shape.hidden * self.text.number_bytes
         return 2 * 2 * (1 - 1 / self.text.tp) * hidden / self.device.bandwidth(self.text.tp)

@@ -101,7 +101,6 @@ class TextPlan:
 
     @property
     def positions(self) -> int | None:
-        """Tokens that the model has positions for; None if unknown."""
         return self.question.shape.positions or self.question.shape.made_for or None
 
     @property
@@ -119,7 +118,6 @@ class TextPlan:
         return self.alone_fits and self.text.devices == 1
 
     def as_json(self) -> dict[str, Any]:
-        """Return the object of ``ringspan plan --generate --json``."""
         text, cost = self.text, self.cost
         return {
             "fits": self.fits,

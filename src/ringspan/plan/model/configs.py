@@ -17,7 +17,6 @@ from ringspan.plan.names import normal, unknown
 
 
 def _shape(name: str, row: Mapping[str, Any]) -> ModelShape:
-    """Return a built-in shape: its distinct layers, and their order."""
     fields = dict(row["shape"])
     order, kinds = fields.pop("order"), [_kind(each) for each in fields.pop("kinds")]
     return ModelShape(

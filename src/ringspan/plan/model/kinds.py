@@ -90,17 +90,14 @@ class LayerKind:
 
     @property
     def out_size(self) -> int:
-        """Numbers of a token in a result of attention."""
         return self.heads * self.value_dim
 
     @property
     def halo(self) -> int:
-        """Tokens before a span that its convolution needs."""
         return max(0, self.taps - 1)
 
     @property
     def scan_flops(self) -> float:
-        """FLOPs of a token's recurrence in forward."""
         return self.scan.flops if self.scan else 0.0
 
     def adapted(self, rank: int, *, is_packed: bool) -> "LayerKind":

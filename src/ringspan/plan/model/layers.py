@@ -1,7 +1,4 @@
-"""Layers of a decoder, counted while its code runs on the meta device, where tensors have no values.
-
-T tokens, C hidden size.
-"""
+"""Layers of a decoder, counted while its code runs on the meta device. T tokens, C hidden size."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -126,11 +123,7 @@ _FALLBACK: Final = getattr(getattr(torch.ops, "transformers", None), "grouped_mm
 
 
 def run_layers(model: Any, decoder: Any, layers: list[nn.Module], first: list[int]) -> tuple[list[LayerRun], int]:
-    """Run a model on the meta device and watch its layers; equal ones share their ``first``'s run.
-
-    The number is of weights that a token is multiplied with outside of them, except the head. Raises what its code
-    raises without values.
-    """
+    """Run a model on the meta device and watch its layers (equal ones share a run); count other weights too."""
     try:
         return _run(model, decoder, layers, first, torch.ones(1, _TOKENS, dtype=torch.int64, device="meta"))
     except (RuntimeError, NotImplementedError):  # of code that asks for tokens' positions

@@ -33,10 +33,7 @@ class Measured(NamedTuple):
 def measure(
     model: nn.Module, compute: Callable[..., Any], inputs: Mapping[str, Tensor], *, count_flops: bool
 ) -> Measured:
-    """Run a tower (``compute`` of ``inputs``), and its backward pass if FLOPs are counted, several times slower.
-
-    ``model`` is on the meta device; its weights do not count as kept.
-    """
+    """Run a tower (``compute`` of ``inputs``) on the meta device, and its slower backward pass if FLOPs are counted."""
     weights = {id_of(weight) for weight in (*model.parameters(), *model.buffers())}
     kept: dict[int, Tensor] = {}
 

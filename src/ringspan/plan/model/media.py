@@ -16,8 +16,6 @@ _MOST: Final = 1 << 30  # a slip of the keyboard, as in ``search.MOST``
 
 @dataclass(frozen=True)
 class Units:
-    """Number of images or frames of one size, or of windows of sound."""
-
     option: str
     """Option that set them."""
     count: int
@@ -30,11 +28,7 @@ NO_MEDIA: Final[Media] = MappingProxyType({})
 
 
 def read_media(images: str | None, frames: str | None, sound: int | None) -> Media:
-    """Parse each modality's part of a sequence: ``COUNT[xHEIGHTxWIDTH]`` images or frames, windows of sound.
-
-    Raises:
-        ConfigError: another form, or a count of zero.
-    """
+    """Parse each modality's part of a sequence: ``COUNT[xHEIGHTxWIDTH]`` images or frames, windows; or raise."""
     found: dict[str, Units] = {}
     for name, text in (("image", images), ("video", frames)):
         if text is not None:

@@ -1,7 +1,4 @@
-"""A model's shape from its config: transformers builds it on the meta device, and each layer's own code is counted.
-
-C hidden size.
-"""
+"""A model's shape, each layer counted from transformers' own code on the meta device. C hidden size."""
 
 import json
 from collections.abc import Mapping
@@ -31,12 +28,7 @@ from ringspan.torch.tensor_parallel.split import placements_of, refuse_split
 
 
 def text_shape(values: Mapping[str, Any], name: str) -> ModelShape:
-    """Return the shape of a causal language model's config.
-
-    Raises:
-        ConfigError: values of which transformers builds no model.
-        UnsupportedError: another type, or a layer whose parts the planner does not know, by name.
-    """
+    """Return the shape of a causal language model's config; ConfigError or UnsupportedError if it has none."""
     kind = values.get("model_type")
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         raise UnsupportedError(
@@ -57,12 +49,7 @@ def config_of(values: Mapping[str, Any], name: str) -> Any:
 
 
 def built(auto: Any, values: Mapping[str, Any], name: str) -> Any:
-    """Build a config's model on the meta device by an auto class.
-
-    Raises:
-        ConfigError: transformers makes none of these values.
-        UnsupportedError: the ring does not run it, whatever its dropout.
-    """
+    """Build a config's model on the meta device by an auto class; UnsupportedError for one that no ring runs."""
     config = config_of(values, name)
     for part in (config, text_config(config)):
         for field in UNSUPPORTED_FIELDS:

@@ -1,7 +1,4 @@
-"""Recurrences of a layer, counted from transformers' modules.
-
-H heads, K key size, V value size, N state size.
-"""
+"""Recurrences of a layer, from transformers' modules. H heads, K key size, V value size, N state size."""
 
 from typing import Any, Final
 

@@ -1,7 +1,4 @@
-"""Sizes, parameters and windows of a decoder.
-
-C hidden size, H query heads, G key/value heads, D head size, V vocabulary.
-"""
+"""Sizes, parameters and windows of a decoder. C hidden size, D head size, V vocabulary."""
 
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -95,12 +92,10 @@ class ModelShape:
 
     @property
     def query_size(self) -> int:
-        """Numbers in a token's query heads."""
         return self.heads * self.head_dim
 
     @property
     def kv_size(self) -> int:
-        """Numbers in a token's key heads."""
         return self.kv_heads * self.head_dim
 
     @cached_property
@@ -124,11 +119,7 @@ class ModelShape:
         return sum(tower.tokens for tower in self.towers)
 
     def split(self, tp: int) -> "ModelShape":
-        """Return a tensor-parallel rank's share of heads, feed-forward and, if even, vocabulary.
-
-        Raises:
-            UnsupportedError: a model that transformers cannot split, or sizes that do not divide evenly.
-        """
+        """Return a tensor-parallel rank's share of heads, feed-forward and, if even, vocabulary; or raise."""
         if tp == 1:
             return self
         if tp not in self._shares:
@@ -153,7 +144,6 @@ class ModelShape:
         return replace(self, vocab=vocab, root=self.root - gone, kinds=tuple(shares[kind] for kind in self.kinds))
 
     def counted(self, layers: int) -> dict[LayerKind, int]:
-        """Count the kinds of the first ``layers`` layers."""
         if layers not in self._counts:
             self._counts[layers] = Counter(self.kinds[:layers])
         return self._counts[layers]
@@ -164,7 +154,6 @@ class ModelShape:
 
     @cached_property
     def layer_parameters(self) -> int:
-        """All parameters of the largest layer."""
         return max(kind.parameters for kind in self.kinds)
 
     @cached_property

@@ -1,7 +1,4 @@
-"""Towers of a model that sees or hears, counted from transformers' modules on the meta device.
-
-C channels, T tokens of the text.
-"""
+"""Towers of a model that sees or hears, counted on the meta device. C channels, T tokens of the text."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -42,12 +39,7 @@ from ringspan.torch.multimodal.kinds import KINDS, Modality
 
 
 def seeing_shape(values: Mapping[str, Any], name: str, media: Media, dtype: str) -> ModelShape | None:
-    """Return the shape of a config with towers, in ``dtype``; None if it has none.
-
-    Raises:
-        ConfigError: values of which transformers builds no model, or sizes of images that it does not take.
-        UnsupportedError: parts that the planner does not know, by name.
-    """
+    """Return the shape of a config with towers, in ``dtype``, else None; raise for unknown parts or bad sizes."""
     kind = values["model_type"]
     if kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and kind not in KINDS:
         return None
@@ -88,7 +80,6 @@ def _later_pairs(tower: Tower) -> int:
 
 
 def _refuse(model: Any, name: str) -> None:
-    """Raise UnsupportedError for text whose attention the planner cannot count."""
     kind = KINDS.get(model.config.model_type)
     if kind is not None and kind.is_prefix:
         raise UnsupportedError(
@@ -159,7 +150,6 @@ def _cast(inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def _features(model: Any, modality: Modality) -> Callable[..., Any]:
-    """Return the function that makes a modality's embeddings."""
     inner, kind = inner_of(model), KINDS[model.config.model_type]
     if isinstance(modality.cut, ImagesOfExamples):
         return partial(_idefics_images, inner)

@@ -1,4 +1,4 @@
-"""[adapter]: small matrices that are trained instead of the model's weights."""
+"""Table [adapter]."""
 
 from pydantic import Field, field_validator, model_validator
 
@@ -50,6 +50,5 @@ class AdapterConfig(Table):
         return self
 
     def require_extras(self) -> None:
-        """Refuse an adapter where PEFT is not installed."""
         if self.rank is not None:
             require("an adapter", "peft")

@@ -1,4 +1,4 @@
-"""[data]: which text a run reads, and how."""
+"""Table [data]."""
 
 from typing import Literal
 

@@ -21,11 +21,7 @@ _REMEDY: Final = (
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Read a TOML file and apply overrides such as ``optimizer.learning_rate=1e-4``, the last one winning.
-
-    The value of an override is parsed as TOML; what is not TOML is taken as a string, so ``model.dtype=bfloat16`` needs
-    no quotes.
-    """
+    """Read a TOML file and overrides like ``optimizer.learning_rate=1e-4``; a value that is not TOML is text."""
     values = _read_toml(path)
     for override in overrides:
         _apply_override(values, override)
@@ -36,7 +32,6 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
 
 def parse_config(values: Mapping[str, Any]) -> TrainConfig:
-    """Check the nested values of a configuration; reads no file."""
     try:
         return TrainConfig.model_validate(dict(values))
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""[model]: the model, its weights and its tokenizer."""
+"""Table [model]."""
 
 import json
 from pathlib import Path
@@ -87,11 +87,11 @@ class ModelConfig(Table):
 
     @property
     def tokenizer_source(self) -> str | None:
-        """Source of the tokenizer: a folder, a Hub id or "train". Never None in a loaded configuration."""
+        """A folder, a Hub id or "train"; never None in a loaded configuration."""
         return self.tokenizer or self.path
 
     def config_values(self) -> dict[str, Any]:
-        """Return the Hugging Face config values of a model from scratch, read from the file where config is a path."""
+        """Return the Hugging Face config of a model from scratch, read from a file if it is a path."""
         values = self.config
         if isinstance(values, str):
             values = _read_json(values)

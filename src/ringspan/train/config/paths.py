@@ -1,4 +1,4 @@
-"""Text files of a run: found and checked first, without importing a framework."""
+"""Text files of a run, found without importing a framework."""
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
@@ -15,14 +15,14 @@ _MAX_TEXT_BYTES: Final = (1 << 31) - 1
 
 @dataclass(frozen=True, kw_only=True)
 class FoundFiles:
-    """The local files of a run's text, in the order of their paths and names, and what was left out, as lines."""
+    """Local text files in the order of paths and names, and lines on what was left out."""
 
     files: list[Path] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
 
 def find_files(paths: Iterable[str], extensions: Sequence[str]) -> FoundFiles:
-    """List the files that local paths name, or those below them with such an ending, each once."""
+    """List files that local paths name or have below them with such an ending, each once."""
     endings = tuple(extension.lower() for extension in extensions)
     files: dict[Path, Path] = {}  # by resolved path, so that a file reached twice is one document
     left_out: list[str] = []
@@ -59,7 +59,7 @@ def _files_at(path: Path, name: str, endings: tuple[str, ...], left_out: list[st
 
 
 def _walk(folder: Path, endings: tuple[str, ...]) -> Iterator[Path]:
-    """List every file below a folder with one of these endings, without hidden entries or linked folders."""
+    """List files below a folder with such endings, without hidden entries or linked folders."""
 
     def fail(error: OSError) -> None:
         raise error

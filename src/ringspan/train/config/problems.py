@@ -1,4 +1,4 @@
-"""Errors of a configuration in one line each: key, value and remedy, from pydantic's errors."""
+"""Configuration errors in a line, from pydantic's: key, value and remedy."""
 
 import difflib
 import json
@@ -14,7 +14,7 @@ from ringspan.core.messages.lines import shortened
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> str:
-    """One line about the first problem, and how many more keys have one. ``root`` is the outermost table."""
+    """Explain the first problem, and count the other keys with one; ``root`` is the outermost table."""
     # A misspelt key often makes its right spelling "missing" as well: the misspelling is the one to show.
     problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     keys = [_locate(problem["loc"], root)[0] for problem in problems]
@@ -23,7 +23,6 @@ def explain(error: ValidationError, root: type[BaseModel]) -> str:
 
 
 def _explain_one(problem: ErrorDetails, root: type[BaseModel]) -> str:
-    """One line about one of pydantic's problems: key, value, what is wrong, what would work."""
     key, fields, field = _locate(problem["loc"], root)
     kind, value = problem["type"], problem["input"]
     cause = problem.get("ctx", {}).get("error")
@@ -52,7 +51,7 @@ def _explain_one(problem: ErrorDetails, root: type[BaseModel]) -> str:
 
 
 def _locate(loc: tuple[int | str, ...], root: type[BaseModel]) -> tuple[str, dict[str, FieldInfo], FieldInfo | None]:
-    """(dotted key, fields of the innermost table, field) of a place, without what pydantic adds for unions."""
+    """(dotted key, innermost table's fields, field) of a place, without what pydantic adds for unions."""
     table: type[BaseModel] | None = root
     fields, field, key = dict(root.model_fields), None, ""
     for part in loc:
@@ -67,7 +66,7 @@ def _locate(loc: tuple[int | str, ...], root: type[BaseModel]) -> tuple[str, dic
 
 
 def _nearest(key: str, fields: Mapping[str, Any], root: type[BaseModel]) -> str:
-    """Suggest the most similar key of the same table, else of any table; else list the table's keys."""
+    """Suggest the most similar key of the same table, else of any; else list the table's keys."""
     name = key.split(".")[-1]
     table = key.removesuffix(name)
     elsewhere = {known.split(".")[-1]: known for known in _known_keys(root)}
@@ -85,11 +84,10 @@ def _known_keys(table: type[BaseModel], prefix: str = "") -> Iterator[str]:
 
 
 def table_of(field: FieldInfo | None) -> type[BaseModel] | None:
-    """Return the model of a field that is a table, else None."""
     kind: Any = None if field is None else field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """Format a value roughly as TOML does, on one line."""
+    """Format a value roughly as TOML, on one line."""
     return shortened(json.dumps(value, default=str, ensure_ascii=False), limit)

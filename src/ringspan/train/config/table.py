@@ -1,4 +1,4 @@
-"""Base class of a training file's tables."""
+"""Base of a training file's tables."""
 
 from pydantic import BaseModel, ConfigDict
 

@@ -1,8 +1,7 @@
-"""The configuration of a training run: a TOML file and `key=value` overrides -> frozen, checked models.
+"""A run's configuration: a TOML file and `key=value` overrides -> frozen, checked models.
 
-Every key, its unit and its default are documented where it is declared. Relative paths in the file (data.paths, and
-model.path, model.tokenizer and model.config where they are local) are taken from the current directory, not from the
-file's own folder.
+Relative paths (data.paths, and local model.path, model.tokenizer, model.config) are taken from the current directory,
+not from the file's folder.
 """
 
 from dataclasses import fields
@@ -136,7 +135,7 @@ class OptimizerConfig(Table):
     proportion; "master" updates a float32 copy on the host. The last two keep float32 moments."""
 
     def with_warmup(self, steps: int) -> "OptimizerConfig":
-        """Return a copy with another warm-up, which still counts as unset if the user set none."""
+        """Return a copy with another warm-up, which still counts as unset if it was."""
         return OptimizerConfig.model_construct(self.model_fields_set, **dict(self) | {"warmup_steps": steps})
 
     @model_validator(mode="after")
@@ -230,7 +229,7 @@ class WatchdogConfig(Table):
 
 
 class TrainConfig(Table):
-    """A training run. Made by `load_config` or `parse_config`; built directly, pydantic's ValidationError is raised."""
+    """A training run, made by `load_config` or `parse_config`; built directly, it raises pydantic's ValidationError."""
 
     run: str = Field(default="runs/finetune", min_length=1)
     """Folder for metrics and checkpoints."""
@@ -302,14 +301,13 @@ class TrainConfig(Table):
         return self
 
     def require_extras(self) -> None:
-        """Refuse a run that needs what is not installed here."""
         require("training", "datasets")
         self.adapter.require_extras()
         if self.profile:
             require("profile = true", "matplotlib")
 
     def step_config(self, checkpoint: CheckpointName, layers_per_checkpoint: int) -> StepConfig:
-        """Return the options of ``parallelize`` for this run, with the memory options that "auto" chose."""
+        """Return the options of ``parallelize``, with the memory options that "auto" chose."""
         tables = (self.model, self.attention, self.memory, self.optimizer)
         # An option has the name that it has in its table.
         options = {
@@ -322,7 +320,7 @@ class TrainConfig(Table):
         return StepConfig(**options | chosen, compute_dtype=self.model.dtype)
 
     def resolve_mesh(self, world_size: int) -> tuple[int, int]:
-        """Return the mesh (replicate, ring) for this number of processes; the sequence is known to fill the ring."""
+        """Return (replicate, ring) for this number of processes; the sequence is known to fill the ring."""
         replicate, tp = self.mesh.replicate, self.mesh.tp
         what, others = f"mesh.replicate = {replicate}", replicate * tp
         if tp > 1:

@@ -1,4 +1,4 @@
-"""A configuration to begin with: every key, its default and its comment, from where the configuration declares them."""
+"""A configuration to begin with, made from its declarations."""
 
 import json
 import textwrap
@@ -22,7 +22,7 @@ current directory."""
 
 
 def config_template(name: str) -> str:
-    """Write the text of a TOML file called ``name``, which ``load_config`` accepts unchanged."""
+    """Write a TOML file called ``name``, which ``load_config`` accepts unchanged."""
     fields = TrainConfig.model_fields
     tables: dict[str, Any] = {key: field.annotation for key, field in fields.items() if table_of(field)}
     lines = [*_comment(_HEAD.format(name=name)), ""]
@@ -38,7 +38,7 @@ def config_template(name: str) -> str:
 
 
 def _key(key: str, field: FieldInfo, path: str) -> Iterator[str]:
-    """Write a key's comment and line: its default after a #, or an example of a required value."""
+    """Write a key's comment and line: its default after a #, or an example if required."""
     yield from _comment(" ".join((field.description or "").split()))
     default: Any = field.default
     if default is PydanticUndefined or path == _BEGUN:

@@ -1,4 +1,4 @@
-"""Files, folders and Hub data sets -> documents: one memory-mapped row of text each; unusable ones are counted."""
+"""Files, folders, Hub data sets -> documents, one memory-mapped row each."""
 
 import errno
 import json
@@ -31,8 +31,6 @@ NOT_UTF8: Final = object()
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentScan:
-    """The documents found, and the number of unusable ones."""
-
     documents: Dataset
     """One column, "text"; one row per document."""
     num_undecodable: int
@@ -48,10 +46,10 @@ def load_documents(config: DataConfig) -> Dataset:
 
 
 def scan_documents(config: DataConfig) -> DocumentScan:
-    """Find and read the documents: local ones in the order of `config.paths` and of their names, then those of the Hub.
+    """Read the documents: local ones in the order of `config.paths` and names, then the Hub's.
 
-    A .json or .jsonl object and a .parquet row are one document each, any other file is one document. A file reached
-    twice is read once. Files that are not UTF-8, null texts and empty texts are skipped and counted.
+    One per .json or .jsonl object, .parquet row or other file; each file once. Files that are not UTF-8, and null or
+    empty texts, are skipped and counted.
     """
     cache = Path(caches.HF_DATASETS_CACHE)
     if reason := why_no_folder(cache):
@@ -136,7 +134,7 @@ def _read_json(path: Path, text_field: str) -> Iterator[str | None]:
 
 
 def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a .jsonl file, or of a .json file, which is read as a whole, each with its place."""
+    """Yield the rows of a .jsonl or (read as a whole) .json file, each with its place."""
     is_whole = path.suffix.lower() == ".json"
     with path.open("rb") as file:
         for number, line in enumerate([file.read()] if is_whole else file, start=1):
@@ -227,11 +225,10 @@ def _has_text(texts: Sequence[str | None]) -> list[bool]:
 
 
 def rows_per_batch(documents: Dataset) -> int:
-    """Compute the rows that hold about 8 MiB of text: thousands of short ones, or one book."""
+    """Compute the rows that hold about 8 MiB of text: thousands of short ones, or a book."""
     return max(1, min(1000, _BATCH_BYTES * len(documents.data) // max(1, documents.data.nbytes)))
 
 
 def column_of(dataset: Dataset, name: str) -> pa.ChunkedArray:
-    """Return a column as stored in the memory-mapped file."""
     table: Any = dataset.with_format("arrow")[:]
     return table.column(name)

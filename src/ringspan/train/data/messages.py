@@ -25,8 +25,6 @@ _ENDINGS: Final = (".jsonl", ".json")
 
 @dataclass(frozen=True)
 class Example:
-    """One conversation and its source location."""
-
     messages: list[dict[str, Any]]
     """Contents are lists of parts; paths are absolute, a list of them for the frames of a video."""
     place: str
@@ -39,14 +37,12 @@ class Example:
 
 @dataclass(frozen=True)
 class Conversations:
-    """The examples of a run, in the order of its files and their lines."""
-
     examples: list[Example]
     files: dict[str, tuple[int, int]] = field(default_factory=dict[str, tuple[int, int]])
     """Conversation files -> (size, modification time)."""
 
     def digest(self) -> str:
-        """Compute the SHA-256 of all messages and of the sizes and modification times of their media files."""
+        """Compute the SHA-256 of messages and of media files' sizes and modification times."""
         digest = hashlib.sha256()
         for example in self.examples:
             stamps = [(path.stat().st_size, path.stat().st_mtime_ns) for path in example.media]
@@ -55,7 +51,6 @@ class Conversations:
 
 
 def read_conversations(config: DataConfig) -> Conversations:
-    """Read the conversations in the field ``config.messages`` of local files."""
     field_ = config.messages
     assert field_ is not None, "asked by the caller"
     for path in config.paths:
@@ -99,7 +94,7 @@ def _example(row: Any, name: str, place: str, folder: Path) -> Example:
 
 
 def _part(part: Any, place: str, folder: Path) -> dict[str, Any]:
-    """Convert a part of a message to the processors' form: its absolute path under its own type."""
+    """Convert a message's part to the processors' form: its absolute path under its type."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return part
@@ -135,7 +130,6 @@ def _resolved(given: Any, kind: str, place: str, folder: Path) -> Any:
 
 
 def _names(given: Any) -> list[str]:
-    """Return the path, or the list of paths; nothing if one is not text."""
     names = [given] if isinstance(given, str) else given
     return list(names) if _is_list(names) and all(isinstance(name, str) for name in names) else []
 

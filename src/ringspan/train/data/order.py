@@ -1,4 +1,4 @@
-"""The order of training sequences: a function of the seed and the step."""
+"""Order of training sequences."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,12 +11,11 @@ from ringspan.core.errors import ConfigError
 
 @dataclass(frozen=True)
 class BatchOrder:
-    """The sequences of each step, micro-step and replica: a function of the seed and the step alone.
+    """Sequences of each step, micro-step and replica: a function of seed and step alone.
 
-    The sequences, permuted again in each epoch, form one endless row; step t (from 0) takes the next G of it, where G =
-    batch_size x accumulation_steps x replicate. Only G matters, not its factors, so a run resumes exactly on another
-    number of replicas. A batch larger than the data repeats sequences. A run that changed its G, or skipped data, has a
-    `shift`: step t starts at shift + t x G.
+    Sequences, permuted again each epoch, form an endless row; step t (from 0) takes G = batch_size x accumulation_steps
+    x replicate from shift + t x G. Only G matters, so a run resumes exactly on other replicas; `shift` is 0 until a run
+    changes its G or skips data. A batch larger than the data repeats sequences.
     """
 
     num_sequences: int
@@ -33,15 +32,14 @@ class BatchOrder:
 
     @property
     def global_batch_size(self) -> int:
-        """Return the sequences per step over all replicas and micro-steps."""
+        """Return the sequences per step over replicas and micro-steps."""
         return self.batch_size * self.accumulation_steps * self.replicate
 
     def place(self, step: int) -> int:
-        """Return the number of sequences before a step (from 0): the position in the data."""
         return self.shift + step * self.global_batch_size
 
     def step_indices(self, step: int) -> NDArray[np.int64]:
-        """Return the sequences of a step. int64, (accumulation_steps, replicate, batch_size)."""
+        """Return a step's sequences. int64, (accumulation_steps, replicate, batch_size)."""
         if step < 0:
             raise IndexError(f"step {step}: steps count from 0")
         places = self.place(step) + np.arange(self.global_batch_size, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The origin of a run besides its settings, kept in its folder: tokenizer and text."""
+"""Tokenizer and text that a run began with, kept in its folder."""
 
 import json
 import shutil
@@ -20,7 +20,6 @@ _MAX_FILES: Final = 10_000  # of which the record names each
 
 
 def tokenizer_of(run: Path) -> Path | None:
-    """Return the folder of the tokenizer that the run began with; None if it kept none."""
     folder = run / TOKENIZER
     return folder if folder.is_dir() else None
 
@@ -35,7 +34,7 @@ def keep(run: Path, tokenizer: PreTrainedTokenizerBase | ProcessorMixin, data: D
 
 
 def describe(data: Data) -> dict[str, Any]:
-    """Return the digest of a run's tokens, and facts that help to describe a change."""
+    """Return the digest of a run's tokens, and facts to describe a change."""
     files = {name: list(stamp) for name, stamp in data.files.items()} if len(data.files) <= _MAX_FILES else {}
     return {
         "sha256": data.stream.digest(),
@@ -46,7 +45,7 @@ def describe(data: Data) -> dict[str, Any]:
 
 
 def compare(run: Path, settings: DataConfig, data: Data) -> str | None:
-    """Describe the change of a run's text since its last start, and record the new text; None if unchanged."""
+    """Describe the change of a run's text since its last start, and record it; None if unchanged."""
     now = describe(data)
     try:
         before = json.loads((run / _DATA).read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
-"""Conversations with images, videos and sound -> training sequences, by transformers' processor, on access.
+"""Conversations with images, videos and sound -> sequences, by transformers' processor, on access.
 
-S tokens of a sequence. Each conversation is one sequence, padded on the right. Every rank of a ring makes the pixels
-of a step, then moves its share to its device.
+Each is one sequence of S tokens, padded on the right. Every rank of a ring makes a step's pixels, then moves its share
+to its device.
 """
 
 import copy
@@ -32,11 +32,11 @@ _ANSWER: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 class SeenSequences:
-    """The training sequences of some conversations.
+    """Training sequences of conversations.
 
-    ``sequences[i]`` has ``input_ids``, ``attention_mask`` and ``shift_labels``, each (S,), and the processor's tensors
-    for images, videos and sound. The targets are the assistant's tokens if the chat template marks them (``{%
-    generation %}``), else all tokens that do not stand for an image.
+    ``sequences[i]``: ``input_ids``, ``attention_mask``, ``shift_labels``, each (S,), and the processor's tensors for
+    media. Targets are the assistant's tokens if the chat template marks them (``{% generation %}``), else all but
+    images'.
     """
 
     def __init__(self, examples: Sequence[Example], processor: Any, *, sequence_length_tokens: int) -> None:
@@ -61,11 +61,10 @@ class SeenSequences:
 
     @property
     def seen_tokens(self) -> float:
-        """Return the length of one causal document with as many keys per token; the padding, not known, counts."""
+        """Return the length of one causal document with as many keys per token; padding counts."""
         return float(self.sequence_length_tokens)
 
     def pairs(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Count the (query, key) pairs of causal attention in some sequences, padding included."""
         length = self.sequence_length_tokens
         return np.full(indices.shape, length * (length + 1) // 2)
 
@@ -98,7 +97,7 @@ class SeenSequences:
         return sequence
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Return some sequences as one whole batch: (B, S), and the images of all, concatenated."""
+        """Return sequences as one whole batch: (B, S), and all images concatenated."""
         rows = [self[index] for index in indices]
         found: dict[str, Tensor] = {}
         for name in {name: None for row in rows for name in row}:
@@ -146,7 +145,7 @@ class SeenSequences:
 
 
 def _frames(names: list[str], place: str) -> NDArray[np.uint8]:
-    """Read the frames of a video given as images, (F, H, W, 3)."""
+    """Read a video given as images, (F, H, W, 3)."""
     from PIL import Image
 
     with refused(f"{place}: a frame cannot be read", OSError, remedy="; repair it"):

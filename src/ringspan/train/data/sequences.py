@@ -1,8 +1,7 @@
-"""Token stream -> training sequences of one length, and the held-out ones for evaluation.
+"""Token stream -> training sequences of S tokens, and held-out ones.
 
-S tokens of a sequence. A window is S + 1 consecutive tokens: S inputs, and the S targets one position later. The next
-window starts at the last token of this one, so each token but the first is a target exactly once. Of tokens 0..6 with
-S = 3: inputs 0 1 2 with targets 1 2 3, then inputs 3 4 5 with targets 4 5 6.
+A window is S + 1 tokens: S inputs, and as targets those one later. Windows share one token, so each but the first is a
+target once: 0..6 with S = 3 are inputs 0 1 2 with targets 1 2 3, then 3 4 5 with 4 5 6.
 """
 
 import logging
@@ -34,14 +33,12 @@ MIN_DOCUMENTS_TO_SPLIT = 20
 
 
 class TokenSequences:
-    """The training sequences in a part of a stream, computed on access.
+    """Training sequences of a part of a stream, computed on access.
 
-    ``sequences[i]`` is ``{"input_ids": (S,), "shift_labels": (S,)}``, int64: shift_labels[j] is the token after
-    input_ids[j], or -100 if there is none (transformers' name for labels that are already shifted).
-
-    "pack": windows over the whole part; an incomplete window is dropped. "separate": the same windows, with
-    ``"position_ids": (S,)`` that restart at 0 with the window and with each document, whose last token has no target.
-    "cut": windows over each document, the last one padded on the right; a one-token document is dropped.
+    ``sequences[i]`` is ``{"input_ids": (S,), "shift_labels": (S,)}``, int64; shift_labels[j] is the token after
+    input_ids[j], or -100 if there is none. "pack": windows over the whole part, an incomplete one is dropped.
+    "separate": the same with ``"position_ids": (S,)`` that restart at 0 with window and document, whose last token has
+    no target. "cut": windows over each document, the last one padded on the right; a one-token document is dropped.
     """
 
     def __init__(
@@ -54,7 +51,7 @@ class TokenSequences:
         documents: DocumentsName,
         pad_token_id: int,
     ) -> None:
-        """Make sequences over positions [start, stop) of the stream; documents that cross the bounds are cut."""
+        """Make sequences over positions [start, stop) of the stream; documents across the bounds are cut."""
         self.sequence_length_tokens = sequence_length_tokens
         self.num_tokens = stop - start
         """Tokens in the part."""
@@ -75,10 +72,7 @@ class TokenSequences:
 
     @property
     def seen_tokens(self) -> float:
-        """Return the length of one causal document in which a token sees as many keys on average, half of it.
-
-        ``sum(d^2) / sum(d)`` over the documents d of all sequences if these are separate, else the sequence length.
-        """
+        """Return ``sum(d^2) / sum(d)`` over separate documents d, else the sequence length: a token sees half of it."""
         length, count = self.sequence_length_tokens, len(self)
         if not self._are_separate or not count:
             return float(length)
@@ -89,7 +83,7 @@ class TokenSequences:
         return float((documents**2).sum() / documents.sum())
 
     def pairs(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Count the (query, key) pairs of causal attention in some sequences, per document if separate; int64."""
+        """Count the causal (query, key) pairs of some sequences, per document if separate; int64."""
         length = self.sequence_length_tokens
         if not self._are_separate:
             return np.full(indices.shape, length * (length + 1) // 2)
@@ -101,7 +95,6 @@ class TokenSequences:
         return found
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Return some sequences as one whole batch (B, S)."""
         rows = [self[index] for index in indices]
         return {name: torch.stack([torch.from_numpy(row[name]) for row in rows]) for name in rows[0]}
 
@@ -136,7 +129,7 @@ Sequences = TokenSequences | SeenSequences
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """The training and evaluation data of a run; the two share no token."""
+    """A run's training and evaluation data, which share no token."""
 
     train: Sequences
     eval: Sequences | None
@@ -155,7 +148,7 @@ class Data:
 
 
 def build_seen(config: TrainConfig, processor: Any) -> Data:
-    """Build the sequences of a run on conversations (data.messages), the last ones held out."""
+    """Build a run's sequences of conversations (data.messages), the last ones held out."""
     settings, conversations = config.data, read_conversations(config.data)
     examples = conversations.examples
     held_out = math.ceil(settings.eval_fraction * len(examples))
@@ -195,10 +188,7 @@ def build_data(
     *,
     vocabulary: int = 1 << 31,
 ) -> Data:
-    """Build documents, tokens and sequences of a run for a model with this vocabulary; reuse a scan if given.
-
-    The first call fills the cache of `datasets`; later ones only map its files. Let one process per node call first.
-    """
+    """Build documents, tokens and sequences for a vocabulary; the first call fills `datasets`' cache."""
     settings = config.data
     scan = scan or scan_documents(settings)
     stream = TokenStream(tokenize(scan.documents, tokenizer))
@@ -256,8 +246,8 @@ def build_data(
 def _eval_start(stream: TokenStream, config: DataConfig) -> int:
     """Return the position at which the held-out tail of the stream starts.
 
-    It holds the last ceil(fraction x documents) documents, or more if these are too short for one sequence. With few
-    documents it is ceil(fraction x sequences) sequences, or for "cut" that share of the tokens.
+    The last ceil(fraction x documents) documents, or more if too short for a sequence; of few documents ceil(fraction x
+    sequences) sequences, or for "cut" that share of tokens.
     """
     num_tokens, fraction = len(stream), config.eval_fraction
     if not fraction:

@@ -1,7 +1,4 @@
-"""Text -> tokens: our own tokenizer, the tokens of each document, and all of them as one stream.
-
-Tokens live in memory-mapped Arrow files (Hugging Face `datasets` cache); only document bounds are in memory.
-"""
+"""Text -> tokens: our tokenizer, each document's tokens, and all as one stream in memory-mapped Arrow files."""
 
 import hashlib
 import json
@@ -24,10 +21,7 @@ _CACHE_VERSION = 1
 
 
 def train_tokenizer(documents: Dataset, vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer of at most `vocab_size` tokens; any text round-trips; training is deterministic.
-
-    `<|endoftext|>` (id 0) closes a document and pads. A short text yields fewer tokens than requested.
-    """
+    """Train a deterministic byte-level BPE tokenizer of at most `vocab_size` tokens; `<|endoftext|>` (id 0) pads."""
     if vocab_size < MIN_VOCAB_SIZE:
         raise ConfigError(
             f"model.config.vocab_size = {vocab_size}: a byte-level tokenizer needs at least {MIN_VOCAB_SIZE} tokens; "
@@ -52,12 +46,11 @@ def train_tokenizer(documents: Dataset, vocab_size: int) -> PreTrainedTokenizerF
 
 
 def tokenize(documents: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
-    """Tokenize each document: memory-mapped rows with the one column "input_ids" (int32).
+    """Tokenize documents into memory-mapped rows of "input_ids" (int32).
 
-    The tokenizer adds its own special tokens, as for inference (Llama: begin-of-text), and its end-of-text token, if
-    any, ends each document. Special tokens spelt out in the text become these tokens. A document is tokenized whole,
-    whatever model_max_length says: about 150 bytes of memory per byte of the longest document, or of 8 MiB of shorter
-    ones.
+    With the tokenizer's special tokens, as for inference, and its end-of-text token, if any, after each. Special tokens
+    spelt out become these tokens. A document is tokenized whole, whatever model_max_length says: about 150 bytes of
+    memory per byte of the longest one, or of 8 MiB of shorter ones.
     """
     rows = rows_per_batch(documents)
     return documents.map(
@@ -72,10 +65,9 @@ def tokenize(documents: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:
 
 
 class _Encoder:
-    """Texts -> token ids, for `Dataset.map`, which names its cache file after the pickle of this object.
+    """Texts -> ids, pickled as a digest of the tokenizer's behaviour, which names `Dataset.map`'s cache file.
 
-    It pickles as a digest of the tokenizer's behaviour: a tokenizer's own pickle changes on first use and would miss
-    the cache.
+    A tokenizer's own pickle changes on first use and would miss the cache.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -112,7 +104,7 @@ def _digest(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def refuse_unknown_tokens(stream: "TokenStream", tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None:
-    """Raise a ConfigError that names a token of the text which was added to the tokenizer and the model lacks."""
+    """Raise a ConfigError that names a token in the text, added to the tokenizer, that the model lacks."""
     if max(tokenizer.added_tokens_decoder, default=-1) < vocabulary:
         return
     largest = stream.largest()
@@ -124,7 +116,7 @@ def refuse_unknown_tokens(stream: "TokenStream", tokenizer: PreTrainedTokenizerB
 
 
 class TokenStream:
-    """The concatenated tokens of all documents: `read(start, stop)` at any position without loading the rest."""
+    """All documents' tokens: `read(start, stop)` anywhere without loading the rest."""
 
     def __init__(self, tokens: Dataset) -> None:
         chunks = [chunk for chunk in column_of(tokens, "input_ids").chunks if len(chunk)]
@@ -146,19 +138,19 @@ class TokenStream:
         return max((int(values.max()) for values in self._values), default=-1)
 
     def digest(self) -> str:
-        """Compute the SHA-256 of all tokens and document starts as hexadecimal digits: a pass over the mapped file."""
+        """Compute the hexadecimal SHA-256 of tokens and document starts, in a pass over the file."""
         digest = hashlib.sha256(self.document_starts.tobytes())
         for values in self._values:
             digest.update(memoryview(values).cast("B"))
         return digest.hexdigest()
 
     def begins(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the document starts in [start, stop), including the document that ``start`` cuts."""
+        """Return the document starts in [start, stop), and that of the document that ``start`` cuts."""
         first, last = np.searchsorted(self.document_starts, [start + 1, stop])
         return np.concatenate([[start], self.document_starts[first:last]])
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Read the tokens at positions [start, stop). int64, (stop - start,)."""
+        """Read positions [start, stop). int64, (stop - start,)."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"[{start}, {stop}) is not within a stream of {len(self)} tokens")
         out = np.empty(stop - start, np.int64)
@@ -174,5 +166,5 @@ class TokenStream:
 
 
 def starts(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the starts of consecutive runs of these lengths, and the end: [2, 3] -> [0, 2, 5]."""
+    """Return the starts of consecutive runs, and the end: [2, 3] -> [0, 2, 5]."""
     return np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths, dtype=np.int64)])

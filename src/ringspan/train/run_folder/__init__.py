@@ -1,1 +1,1 @@
-"""The folder of a run: its identity, resuming, and the result."""
+"""A run's folder: identity, resuming, result."""

@@ -1,4 +1,4 @@
-"""Conversion of a checkpoint to a Hugging Face folder, in one process with the memory of a piece of a tensor."""
+"""Checkpoint -> Hugging Face folder, in one process with the memory of a piece of a tensor."""
 
 import json
 import shutil
@@ -35,7 +35,7 @@ def export_checkpoint(
     max_shard_size: int | str = MAX_SHARD_SIZE,
     doing: Callable[[str], None] = lambda what: None,
 ) -> tuple[int, int]:
-    """Export a checkpoint (the newest if ``step`` is None) like ``<run>/model``; return its step and weight bytes."""
+    """Export a checkpoint (None: the newest) like ``<run>/model``; return its step and weight bytes."""
     if folder.exists():
         raise ConfigError(f"{folder}: is there already; give another folder, or remove it")
     config, saved = _config_of(run), _checkpoint_of(run, step)

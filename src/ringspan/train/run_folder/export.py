@@ -1,4 +1,4 @@
-"""The result of a run: an ordinary Hugging Face folder, complete or absent."""
+"""A run's result: a Hugging Face folder, complete or absent."""
 
 import tempfile
 from collections.abc import Callable, Iterator
@@ -28,10 +28,10 @@ if TYPE_CHECKING:  # it reads text, which folders are written without
 def save_model(
     model: Any, tokenizer: "Tokenizer", folder: Path, dtype: torch.dtype, *, merge: bool = False
 ) -> str | None:
-    """Write weights, config and tokenizer into ``folder`` for ``from_pretrained``; return any error on every rank.
+    """Write weights, config and tokenizer into ``folder``; return any error on every rank, all of which call it.
 
-    Of a model with an adapter, write the adapter alone, or the weights merged tensor by tensor. Every rank calls it;
-    rank 0 writes the pieces they send into a temporary folder, which is then renamed and replaces one of that name.
+    Of an adapter, itself or the weights merged tensor by tensor. Rank 0 writes the pieces they send into a temporary
+    folder, which then replaces one of that name.
     """
     try:
         if is_peft(model) and not merge:
@@ -94,7 +94,7 @@ def _config_of(base: Any) -> PreTrainedConfig:
 
 
 def write_configs(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> None:
-    """Write everything but the weights, before them: transformers removes weight files that are not its own."""
+    """Write all but the weights, before them: transformers removes weight files that are not its own."""
     config.dtype = dtype
     with torch.device("meta"):
         plain = auto_class(config, sees=True).from_config(config)
@@ -108,7 +108,7 @@ def put_beside(scratch: Path, folder: Path) -> None:
 
 
 def model_bytes(model: Any, dtype: torch.dtype, *, is_adapter: bool = False) -> int:
-    """Compute the file size of the whole weights, tied ones once; of an adapter, its own, which keep their dtype."""
+    """Compute the whole weights' file size, tied ones once; an adapter's own keep their dtype."""
     if is_adapter:
         return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     return sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
@@ -116,14 +116,13 @@ def model_bytes(model: Any, dtype: torch.dtype, *, is_adapter: bool = False) -> 
 
 @contextmanager
 def scratch_beside(folder: Path) -> Iterator[Path]:
-    """Yield a folder to fill inside a temporary one that is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix=f"{folder.name}.tmp-", dir=folder.parent) as around:
         (inner := Path(around, folder.name)).mkdir()
         yield inner
 
 
 def _together(model: Any, work: Callable[[], None] | Exception | None) -> None:
-    """Call ``voted``, with a full disk or short memory as a CheckpointError."""
+    """Call ``voted``; a full disk or short memory is a CheckpointError."""
 
     def attempt() -> None:
         try:

@@ -1,4 +1,4 @@
-"""The folder of a run without a framework: what it says of the run, its lock, and the result."""
+"""A run's folder without a framework: its record, lock and result."""
 
 import json
 import uuid
@@ -28,8 +28,6 @@ _TEXT: Final = ("data.paths", "data.text_field", "data.hub_split", "data.extensi
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord:
-    """The identity of a run, as recorded in its folder."""
-
     run_id: str
     is_new: bool
     config: TrainConfig
@@ -39,7 +37,7 @@ class RunRecord:
 
 
 def read_record(config: TrainConfig) -> RunRecord:
-    """Read the record of ``config.run`` and return it for a new run or one to resume."""
+    """Return the record of ``config.run``, new or to resume."""
     run = Path(config.run)
     if reason := why_no_folder(run):
         raise unusable(run, reason)
@@ -82,13 +80,12 @@ def read_record(config: TrainConfig) -> RunRecord:
 
 
 def recorded(values: Any) -> tuple[TrainConfig, list[str]]:
-    """Return the configuration that a run began with and its unknown keys; raise ConfigError if it is invalid."""
+    """Return the configuration that a run began with and its unknown keys; ConfigError if invalid."""
     unknown: list[str] = []
     return parse_config(_known(values, TrainConfig, "", unknown)), unknown
 
 
 def _known(values: Any, table: type[BaseModel], prefix: str, unknown: list[str]) -> Any:
-    """Return the values of known keys; add the names of the others to ``unknown``."""
     if not isinstance(values, dict):
         return values
     kept = {}
@@ -103,7 +100,7 @@ def _known(values: Any, table: type[BaseModel], prefix: str, unknown: list[str])
 
 
 def check_run(config: TrainConfig) -> RunRecord:
-    """Refuse without a framework: missing packages and text, and the folder of another or a finished run."""
+    """Refuse without a framework: missing packages or text, and the folder of another or a finished run."""
     config.require_extras()
     find_files((path for path in config.data.paths if not path.startswith("hub:")), config.data.extensions)
     record = read_record(config)
@@ -124,7 +121,6 @@ def _refuse_finished(config: TrainConfig) -> None:
 
 
 def finished(config: TrainConfig, step: int) -> ConfigError:
-    """Format the message for a run that has come to this step and written its model."""
     return ConfigError(
         f"{config.run} is finished at step {step}; set steps above {step} to go on (it is {config.steps}), or choose "
         "another folder with run=..."
@@ -137,7 +133,7 @@ def unusable(run: Path, why: str | OSError) -> ConfigError:
 
 
 class RunLock(FileLock):
-    """The lock that rank 0 holds from when it has found or made the run's folder until the run ends."""
+    """Lock of rank 0 on the run's folder, until the run ends."""
 
     def __init__(self, run: Path) -> None:
         remedy = "wait for it, or choose another with run=..."
@@ -146,8 +142,6 @@ class RunLock(FileLock):
 
 @dataclass
 class TrainResult:
-    """The result of a finished run: its folder, last losses and origin."""
-
     run: str
     model: str
     steps: int

@@ -1,4 +1,4 @@
-"""Opening the folder of a run: what it says, by rank 0, to all."""
+"""Opening a run's folder, by rank 0 for all."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ from ringspan.train.run_folder.record import RECORD, RunLock, RunRecord, check_r
 
 
 def open_run(config: TrainConfig, lock: RunLock) -> RunRecord:
-    """Find out if ``config.run`` is new or resumed, and lock it; all ranks call it, and errors are all ranks'."""
+    """Find out if ``config.run`` is new or resumed, and lock it; all ranks call it, errors are all ranks'."""
 
     def find() -> RunRecord:
         lock.take()
@@ -29,7 +29,7 @@ def open_run(config: TrainConfig, lock: RunLock) -> RunRecord:
 def begin_run(
     config: TrainConfig, record: RunRecord, lock: RunLock, model: Any, tokenizer: Tokenizer, data: Data
 ) -> None:
-    """Make a new run's folder, or check a resumed one's text and model config, on rank 0; errors are all ranks'."""
+    """Make a new run's folder, or check a resumed one's text and config, on rank 0; errors are all ranks'."""
     run, facts = Path(config.run), model_facts(model)
 
     def begin() -> None:
