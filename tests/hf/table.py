@@ -125,25 +125,24 @@ def beyond(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def lines(rows: list[dict[str, Any]]) -> list[str]:
-    """The table in Markdown, and below it what the library raised, each once."""
-    raised = list(dict.fromkeys(row["library"] for row in rows if isinstance(row["library"], str)))
-    table = [
-        "| trainer | on | losses | gradient norms | evaluation loss | weights | accelerate's context parallelism |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
+    """The table in Markdown, each figure the largest of all rings, and below it what the library did, each once."""
+    table = ["| trainer | losses | gradient norms | evaluation loss | weights |", "| --- | --- | --- | --- | --- |"]
+    theirs: dict[str, list[str]] = {}
     for row in rows:
-        for place, name in enumerate(RINGS):
-            numbers = " | ".join(f"{row[name].get(key, math.nan):.1e}" for key in COLUMNS)
-            theirs = said(row, raised) if place == 0 else ""
-            table.append(f"| {row['name'] if place == 0 else ''} | {name} | {numbers} | {theirs} |")
-    return [*table, "", *(f"{number}. {text.replace('`', '')}" for number, text in enumerate(raised, 1))]
+        numbers = [f"{max(row[ring].get(key, math.nan) for ring in RINGS):.1e}" for key in COLUMNS]
+        table.append(f"| {row['name']} | {' | '.join(numbers)} |")
+        theirs.setdefault(said(row), []).append(row["name"])
+    about = "The same scripts with accelerate's `ParallelismConfig(cp_size=2)` and FSDP2 on two CPU processes:"
+    fewest = sorted(theirs, key=lambda text: len(theirs[text]))
+    names = ["; ".join(theirs[text]) for text in fewest[:-1]] + ["The others" if len(fewest) > 1 else "All"]
+    return [*table, "", about, "", *(f"- {name}: {text}" for name, text in zip(names, fewest, strict=True))]
 
 
-def said(row: dict[str, Any], raised: list[str]) -> str:
-    """What the library's own did, in a cell."""
+def said(row: dict[str, Any]) -> str:
+    """What the library's own did."""
     theirs, one = row["library"], row["one process"]
     if isinstance(theirs, str):
-        return f"raises ({raised.index(theirs) + 1})"
+        return theirs.replace("`", "")
     last = theirs["eval_loss"][-1] if theirs["eval_loss"] else float("nan")
     return f"loss {theirs['loss'][0]:.4f} for {one['loss'][0]:.4f}, evaluation {last:.4f} for {one['eval_loss']:.4f}"
 

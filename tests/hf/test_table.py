@@ -14,6 +14,7 @@ ROWS: list[dict[str, Any]] = json.loads(RESULT.read_text())["rows"]
 def test_the_committed_table_has_every_case_within_the_bound():
     assert [row["name"] for row in ROWS] == [case.name for case in CASES]
     assert table.beyond(ROWS) == []
+    assert "\n".join(table.lines(ROWS)) in table.PAGE.read_text()
 
 
 def exact(name: str = "DPO") -> dict[str, Any]:
