@@ -25,7 +25,7 @@ ALLOWED = {
 HABITS = {
     r"\A(What|Whether|Which|Who|How|Where|Why|Of|As|By|For|Those|That|While|Until)\b": (0, "a verb or a noun first"),
     r"\b[Nn]one where\b(?!\()": (0, "None if"),
-    r"\b(of|in|by|from|to|for|with|on|beside|behind) (which|whom|whose)\b": (22, "two sentences"),
+    r"\b(of|in|by|from|to|for|with|on|beside|behind) (which|whom|whose)\b": (21, "two sentences"),
     r"\b[Nn]one (when|for|of|is)\b": (16, "None if, or no X"),
     r"\bwhere (there|it|they|that|the|a|one|no|nothing)\b": (8, "if, when"),
     r"\b(that|those) of\b": (19, "the noun again"),

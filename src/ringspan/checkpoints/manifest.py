@@ -102,7 +102,6 @@ def origin_of(run_id: str, step: int) -> dict[str, str]:
 
 
 def _origin(path: Path, manifest: Manifest) -> str:
-    """Describe a wrong shard's origin, if its header is readable."""
     try:
         with safe_open(path, "numpy") as shard:
             origin = shard.metadata() or {}

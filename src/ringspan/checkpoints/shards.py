@@ -78,7 +78,6 @@ def written_by_me(tensor: Tensor | Part) -> Iterator[Chunk]:
 
 
 def write_shard(path: Path, chunks: Mapping[str, Chunk], origin: dict[str, str]) -> FileEntry:
-    """Write this rank's part of each tensor into a safetensors file, synced to disk."""
     save_file({name: chunk.data for name, chunk in chunks.items()}, path, metadata=origin)
     sync_file(path)
     entry = FileEntry(bytes=path.stat().st_size, sha256=file_digest(path))

@@ -20,7 +20,6 @@ def refuse_under_torchrun(**options: Any) -> None:
 
 
 def check_dtype(dtype: str) -> None:
-    """Raise UnsupportedError for a ``--dtype`` that is not measured, or not here."""
     import torch
 
     if dtype not in DTYPE_BYTES:
@@ -56,7 +55,6 @@ def ring_sizes(option: str, text: str, example: str) -> tuple[int, ...]:
 
 
 def check_picture(picture: Path, *endings: str) -> None:
-    """Raise ConfigError for an unknown ending or a missing folder."""
     if picture.suffix not in endings:
         *others, last = endings
         shown = f"{', '.join(others)} or {last}" if others else last

@@ -106,7 +106,6 @@ def paragraph(out: Console, text: str, first: str = "", style: str = "") -> None
 
 
 def facts(out: Console, title: str, rows: Sequence[tuple[str, str]]) -> None:
-    """Print names and values under a title; a long value continues below itself."""
     heading(out, title)
     width = max(len(name) for name, _ in rows)
     for name, value in rows:

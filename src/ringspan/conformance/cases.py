@@ -25,8 +25,6 @@ NAMES: Final = ("out", "dq", "dk", "dv")
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """One attention; the numbers follow from the seed."""
-
     length: int = 96
     heads: int = 4
     kv_heads: int = 4

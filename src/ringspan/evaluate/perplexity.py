@@ -76,7 +76,6 @@ def edges(length: int) -> list[int]:
 
 
 def measure(model: Session, document: Document) -> dict[str, Any]:
-    """Measure a document's loss in ranges of positions, in nats."""
     ids = torch.tensor([document.ids], device=local_device())
     model.watchdog.be(0, f"scoring {document.name}", PATIENCE_SECONDS)
     batch = shard_batch({"input_ids": ids, "labels": ids}, model.model.ring_mesh)

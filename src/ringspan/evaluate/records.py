@@ -104,11 +104,9 @@ class Answers:
 
     @property
     def num_kept(self) -> int:
-        """Return the number of kept answers, on the first rank."""
         return len(self._records.by_key)
 
     def known(self, method: str, every: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Return each request's kept answer, or None; the same on every rank."""
         keys = [None if _is_drawn(asked) else _key(method, asked) for asked in every]
         found = from_first_rank(lambda: [self._records.by_key.get(key, {}).get("answer") for key in keys])
         return [tuple(answer) if isinstance(answer, list) else answer for answer in found]

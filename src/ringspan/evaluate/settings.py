@@ -65,7 +65,6 @@ class EvalSettings:
         return [(length, depth) for length in self.lengths for depth in depths]
 
     def generating(self, max_new_tokens: int) -> GenerateSettings:
-        """Return the settings for loading the model and for greedy answers."""
         return GenerateSettings(
             folder=self.folder,
             max_new_tokens=max_new_tokens,

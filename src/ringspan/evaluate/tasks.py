@@ -80,7 +80,6 @@ ASKED: Final = "? I need the number."
 
 
 def _lines(random: Random, size: int, depth: float, material: Material) -> Prompt:
-    """Build lines, any one of which is asked for."""
     pairs = [(name, number(random)) for name in names(random, size)]
     name, value = random.choice(pairs)
     record = "".join(f"line {each}: REGISTER_CONTENT is <{held}>\n" for each, held in pairs)
@@ -103,7 +102,6 @@ def _needle(key: str, value: str) -> str:
 
 
 def _keys(random: Random, size: int, depth: float, material: Material) -> Prompt:
-    """Build a text of needles only, each with its own key."""
     pairs = [(name, number(random)) for name in names(random, size)]
     key, value = random.choice(pairs)
     return _asked([_needle(*pair) for pair in pairs], [key], [value])

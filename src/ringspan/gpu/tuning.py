@@ -16,7 +16,6 @@ class Blocks(NamedTuple):
     wide: tuple[tuple[int, int, int, int], ...]
 
     def configs(self, row_bytes: int) -> list[Any]:
-        """Return the candidates for heads whose padded row takes ``row_bytes``."""
         return [
             triton.Config({"ROWS": rows, "KEYS": keys}, num_warps=warps, num_stages=stages)
             for rows, keys, warps, stages in (self.narrow if row_bytes <= _NARROW else self.wide)

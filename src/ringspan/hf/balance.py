@@ -35,7 +35,6 @@ class EvenSampler(Sampler[int]):
         return len(self._base)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, as accelerate does for samplers that draw again in each."""
         if hasattr(self._base, "set_epoch"):
             self._base.set_epoch(epoch)
 

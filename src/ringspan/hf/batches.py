@@ -125,7 +125,6 @@ def _is(model: object, kind: type) -> bool:
 
 @contextmanager
 def whole_logits(model: nn.Module, *, wanted: bool) -> Iterator[None]:
-    """Make passes with labels return logits too, or not, in this context."""
     kind: Any = type(base_of(model))
     before, kind.ring_wants_logits = kind.ring_wants_logits, wanted
     try:

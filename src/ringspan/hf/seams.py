@@ -48,8 +48,6 @@ _GONE: Final = type(None)  # in the place of what a release no longer has, or no
 
 
 class TrainerSeams(_Trainer):
-    """Mix-in before a trainer: its private methods."""
-
     def _generate_and_score_completions(self: Any, inputs: Any) -> Any:
         with self.rollout():
             return super()._generate_and_score_completions(inputs)  # pyright: ignore[reportAttributeAccessIssue]

@@ -136,7 +136,6 @@ class RingTrainerMixin(TrainerSeams):
         return self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
 
     def floating_point_ops(self: Any, inputs: dict[str, Any]) -> int:
-        """Return this rank's share of its replica's FLOPs."""
         ranks = self.ring_mesh.size() // self.accelerator.num_processes
         return super().floating_point_ops(inputs) // ranks
 

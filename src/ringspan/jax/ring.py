@@ -53,7 +53,6 @@ class Ring:
         return head_groups(q.shape[0] * q.shape[1], k.shape[1], self.layout.ranks, pairs, on_cpu=on_cpu)
 
     def shift(self, x: Array, hops: int) -> Array:
-        """Return what the rank ``hops`` steps back holds."""
         ranks = self.layout.ranks
         step = self.kernel.program.direction * hops
         return lax.ppermute(x, self.axis_name, [(rank, (rank + step) % ranks) for rank in range(ranks)])

@@ -26,7 +26,6 @@ _ENOUGH_SECONDS: Final = 0.5
 
 
 def describe_machine() -> dict[str, Any]:
-    """Return processor, device, versions and the day, for a result file."""
     cuda = torch.cuda.is_available()
     return {
         "processor": _processor(),

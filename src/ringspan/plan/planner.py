@@ -26,8 +26,6 @@ _RANK: Final = 16  # of the adapters that are proposed where all weights do not 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A way to run the step, what it needs, and reasons in words."""
-
     question: Question
     setting: Setting
     memory: Memory
@@ -184,8 +182,6 @@ def _settings(question: Question) -> Iterator[Setting]:
 
 
 class _Race:
-    """Fastest of the settings timed."""
-
     def __init__(self, question: Question) -> None:
         self._question = question
         self._seconds = math.inf

@@ -109,7 +109,6 @@ def meshes(question: Question) -> tuple[Setting, ...]:
 
 
 def _tensor_sizes(question: Question) -> Iterator[int]:
-    """Yield tensor-parallel sizes inside of a node that the model can be split into."""
     for tp in divisors(question.devices):
         try:
             question.shape.split(tp)
@@ -120,7 +119,6 @@ def _tensor_sizes(question: Question) -> Iterator[int]:
 
 
 def layouts(ring: int) -> tuple[LayoutName, ...]:
-    """Return a ring's layouts, first the one that balances causal work."""
     return ("contiguous",) if ring == 1 else ("zigzag", "contiguous")
 
 

@@ -279,7 +279,6 @@ def _thin(points: list[Point], most: int) -> list[Point]:
 
 
 def _extent(values: Iterable[float]) -> tuple[float, float]:
-    """Return lowest and highest; with room on both sides of a single value."""
     values = list(values)
     low, high = min(values), max(values)
     room = 0.0 if high > low else max(0.5, abs(low) / 100)

@@ -66,7 +66,6 @@ def rectangle(
     axes: "Axes", x: float, y: float, width: float, height: float, colour: str, *, edge: str = "none",
     edge_width: float = 1, kind: str = "", title: str = "", opacity: float = 1.0,
 ) -> None:  # fmt: skip
-    """Draw a rectangle from its first corner; see ``polygons``."""
     corners = [(x, y), (x + width, y), (x + width, y + height), (x, y + height)]
     polygons(axes, [corners], colour, edge=edge, edge_width=edge_width, kind=kind, title=title, opacity=opacity)
 

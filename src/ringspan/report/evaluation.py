@@ -76,7 +76,6 @@ def _interval(row: Result) -> tuple[str, str]:
 
 
 def picture(results: Sequence[Result]) -> "Figure":
-    """Draw what fits the rows: a map if they have depths, else curves."""
     rows = [row for result in results for row in result["rows"]]
     if any("loss" in row for row in rows):
         return curves(results, "loss", "position (tokens)", "loss (nats per token)")
@@ -86,7 +85,6 @@ def picture(results: Sequence[Result]) -> "Figure":
 
 
 def save_picture(results: Sequence[Result], path: Path) -> None:
-    """Write PNG or SVG, by the file's ending."""
     figure = picture(results)
     if path.suffix == ".svg":
         path.write_text(draw.svg(figure), encoding="utf-8")
@@ -220,7 +218,6 @@ def _value(value: float, is_share: bool) -> str:
 
 
 def _short(length: int) -> str:
-    """Format 1024 as 1K, 1048576 as 1M, others as they are."""
     for size, unit in ((1 << 20, "M"), (1 << 10, "K")):
         if length >= size and length % size == 0:
             return f"{length // size}{unit}"

@@ -202,7 +202,6 @@ def _milliseconds(phases: list[tuple[str, float]]) -> list[tuple[str, float]]:
 
 
 def _mark(axes: "Axes", marks: Iterable[tuple[str, float]]) -> None:
-    """Mark each phase's start by a dotted line and a word."""
     limits = axes.get_ylim()
     for name, at in marks:
         line(axes, (at, at), limits, INK, 0.8, linestyle=":")

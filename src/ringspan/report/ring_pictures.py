@@ -188,7 +188,6 @@ def _area(polygon: list[Point]) -> float:
 
 
 def _centre(polygon: list[Point]) -> Point:
-    """Compute the centroid, by triangles around the first corner."""
     (x0, y0), total, x, y = polygon[0], 0.0, 0.0, 0.0
     for a, b in pairwise(polygon[1:]):
         area = _area([polygon[0], a, b])
@@ -211,7 +210,6 @@ def _draw_position_ticks(page: "Axes", length: int, left: float, top: float, sca
 
 
 def _draw_owner_strips(page: "Axes", layout: Layout, left: float, top: float, scale: float) -> None:
-    """Draw the queries' owners at the left of the square, the keys' above it."""
     for rank in range(layout.ranks):
         held = [run for span in layout.spans(rank) for run in _runs(span, layout.length)]
         for start, stop in union(held):

@@ -44,8 +44,6 @@ class Verdict:
 
 
 class Guard:
-    """Judge of a run's steps by the losses and gradient norms of the last ones."""
-
     def __init__(self, config: GuardConfig, stop: StopRequest, device: torch.device) -> None:
         self._config, self._stop, self._device = config, stop, device
         self._spikes = Spikes(config.spike_window_steps, config.spike_zscore)

@@ -198,7 +198,6 @@ class Batches:
         return self._order.place(step)
 
     def seek(self, step: int, num_sequences: int) -> None:
-        """Start the step after this one at this sequence position."""
         self._order = replace(self._order, shift=num_sequences - step * self._order.global_batch_size)
 
     def indices(self, step: int) -> NDArray[np.int64]:

@@ -77,8 +77,6 @@ def train(config: TrainConfig, observer: Observer | None = None, *, then_exit: b
 
 
 class _Run:
-    """A run's steps and the work between them; only rank 0 writes and tells the observer."""
-
     def __init__(self, job: Job, record: RunRecord, stop: StopRequest, watchdog: Watchdog, observer: Observer) -> None:
         self._job, self._config, self._record = job, job.config, record
         self._stop, self._watchdog, self._observer = stop, watchdog, observer

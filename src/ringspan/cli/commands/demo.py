@@ -116,7 +116,6 @@ def _say(line: str) -> None:
 
 
 def _clear(folder: Path) -> Path:
-    """Remove an earlier demo's output, and nothing else."""
     if not (folder / "metrics.jsonl").exists():
         return folder
     for name in ("model", "tensorboard", "checkpoints", "watchdog", "tokenizer"):

@@ -72,7 +72,6 @@ def _show(result: dict[str, Any]) -> None:
 
 
 def _show_kernels(out: Any, kernels: dict[str, dict[str, Any]]) -> None:
-    """Print what each kernel computes here, and once per reason why others do not run."""
     running = [(name, _cases(kernel["serves"])) for name, kernel in kernels.items() if kernel["available"]]
     facts(out, "kernels and what they compute here", running or [("none", "")])
     others: dict[str, list[str]] = {}

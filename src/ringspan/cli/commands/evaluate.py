@@ -215,8 +215,6 @@ def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run(every: list[EvalSettings], out: str, nproc: int | None) -> tuple[list[dict[str, Any]], bool]:
-    """Evaluate in torchrun's ranks or in new ones; return the results, and True on rank 0."""
-
     def arguments() -> tuple[list[EvalSettings], str]:
         from ringspan.generate.folder import load_config, load_tokenizer
 

@@ -97,7 +97,6 @@ def _check_prompt(prompt: str | None, file: Path | None, chat: bool, as_json: bo
 
 
 def prompt_text(prompt: str | None, file: Path | None, option: str = "--prompt-file") -> str:
-    """Read the prompt; raise ConfigError for an unreadable file or no text."""
     name = "--prompt" if file is None else f"{option} {file}"
     try:
         if "-" in (prompt, str(file)):
@@ -120,7 +119,6 @@ def run(
     quiet: bool = False,
     chat: bool = False,
 ) -> "tuple[Answer | None, bool]":
-    """Generate in torchrun's ranks or in new ones; return the answer, and True on rank 0."""
     under_torchrun, text = is_rank(), cache(text)
     if not under_torchrun:
         if nproc is not None:

@@ -211,7 +211,6 @@ def planned(
     model: str, device: str, devices: int, nodes: int | None, media: "Media | None" = None, lora: int = 0,
     weights: str = "", *, dtype: str, parameter_dtype: str, comm_dtype: str, **asked: Any,
 ) -> "Plan":  # fmt: skip
-    """Return the plan for a command line; raise ConfigError for a bad option or uneven nodes."""
     from ringspan.core.names import COMM_DTYPE_NAMES, find_name
     from ringspan.plan.model.configs import model_shape
     from ringspan.plan.planner import make_plan
@@ -240,7 +239,6 @@ def _adapted(shape: "ModelShape", lora: int, weights: str) -> "ModelShape":
 
 
 def planned_text(model: str, device: str, devices: int, nodes: int | None, *, dtype: str, **asked: int) -> "TextPlan":
-    """Return the generation plan for a command line; raise ConfigError for a bad dtype or uneven nodes."""
     from ringspan.plan.cost.setting import dtype_bytes
     from ringspan.plan.generation.planner import TextQuestion, plan_text
     from ringspan.plan.model.configs import model_shape

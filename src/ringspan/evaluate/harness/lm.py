@@ -157,7 +157,6 @@ class RingLM(TemplateLM):
     def _continued(
         self, method: str, requests: list[Instance], answer: Callable[[list[Instance]], list[Any]]
     ) -> list[Any]:
-        """Return the kept answers and compute all others."""
         if self._answers is None:
             return answer(requests)
         found = self._answers.known(method, [request.args for request in requests])

@@ -35,7 +35,6 @@ def known_tasks(include: str | None, names: Sequence[str]) -> TaskManager:
 
 
 def check_tasks(names: Sequence[str], manager: TaskManager) -> None:
-    """Raise ConfigError for names of no task, group or tag, with the nearest names."""
     from difflib import get_close_matches
 
     for name in names:

@@ -235,7 +235,6 @@ def _spec(kind: str, x: Array, program: Program) -> pl.BlockSpec:
 
 
 def _dot(a: Array, b: Array, over_a: int, over_b: int, dtype: Any) -> Array:
-    """Multiply with accumulation, in the precision of the dtypes."""
     # The TPU's compiler refuses the highest precision for bfloat16, which has no other.
     precision = lax.Precision.DEFAULT if a.dtype == jnp.bfloat16 else lax.Precision.HIGHEST
     contracted = ((over_a,), (over_b,)), ((), ())

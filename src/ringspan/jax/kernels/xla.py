@@ -49,8 +49,6 @@ class Gradients(NamedTuple):
 
 
 class Work(NamedTuple):
-    """Chunk pairs of one rank at one hop: a row of ``Program``."""
-
     num_runs: Array
     runs: Array
     num_partial: Array

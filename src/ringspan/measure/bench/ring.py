@@ -207,7 +207,6 @@ class PlayedRank:
         return 4.0 * pairs * self.case.heads * self.case.head_dim
 
     def passes(self, *, is_moving: bool, is_warm: bool = True) -> dict[str, Callable[[], Any]]:
-        """Return the rank's forward and backward; the others' blocks are made once."""
         # Backward takes results of a pass, or if it is not to be warm any numbers, so that no pass has run before.
         k, v = self.k, self.v
         blank = ring_of(self.case, self.layout, self.q, k)
@@ -230,7 +229,6 @@ class PlayedRank:
         return {name: alone(name, self.single, self.scores, dout, q, k, v) for name in names}
 
     def _same_pairs(self) -> Layout:
-        """Return one sequence under the mask with about the rank's pairs."""
         low, high = 1, self.layout.length
         while low < high:
             middle = (low + high) // 2

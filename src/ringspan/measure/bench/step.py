@@ -36,7 +36,6 @@ class StepCase:
 
 
 def small_llama(case: StepCase) -> PreTrainedModel:
-    """Build a Llama with equal random weights on every rank."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=case.vocabulary,

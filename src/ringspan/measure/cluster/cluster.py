@@ -41,7 +41,6 @@ class Problem:
 
 
 def versions() -> dict[str, str | None]:
-    """Return the versions of Python, computing packages, and torch's CUDA and NCCL."""
     nccl_version = nccl.version() if torch.cuda.is_available() and dist.is_nccl_available() else None
     return {
         "python": platform.python_version(),
@@ -161,7 +160,6 @@ def _address(text: str) -> str:
 
 
 def problems_between(examined: dict[str, Any]) -> list[Problem]:
-    """Return differences between ranks, each with its rank."""
     facts = examined["ranks"]
     found = [problem for name in facts[0]["versions"] for problem in _odd_ones(facts, name)]
     devices = Counter(fact["device"] for fact in facts)

@@ -48,7 +48,6 @@ _WRONG: Final = 1e-5  # relative error of the ring in float32, of which 1e-6 is 
 
 
 def examine(ranks: int | None, doing: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
-    """Return the ``ringspan doctor`` report of local processes, one per device if None."""
     ranks = default_ranks() if ranks is None else ranks
     doing(f"measuring {ranks} rank{'s' if ranks != 1 else ''} and the links between them")
     try:
@@ -89,7 +88,6 @@ def examine_rank() -> dict[str, Any]:
 
 
 def measure_speeds(device: torch.device) -> list[dict[str, Any]]:
-    """Measure FLOP/s of matrix products and attention, in each dtype of training."""
     return [
         {"what": what, "dtype": dtype, "flops": measure(device, getattr(torch, dtype))}
         for what, measure in (("matmul", measure_flops), ("attention", attention_flops))
@@ -146,7 +144,6 @@ def report(examined: dict[str, Any] | None, failures: Iterable[Problem] = ()) ->
 
 
 def _slow_ranks(speeds: list[list[dict[str, Any]]], facts: list[dict[str, Any]]) -> Iterator[Problem]:
-    """Yield problems of ranks that multiply clearly slower than most."""
     flops = [speed[0]["flops"] for speed in speeds]
     usual = median(flops)
     for rank, reached in enumerate(flops):

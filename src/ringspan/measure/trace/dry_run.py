@@ -43,8 +43,6 @@ _TIMELINE_MOMENTS: Final = 400
 
 @dataclass(frozen=True)
 class Trace:
-    """A rank's memory over a training step: every change, in order, and the highest."""
-
     rank: int
     moments: tuple[Moment, ...]
 

@@ -78,7 +78,6 @@ class Profiler:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Wrap an optimizer step with all of its micro-steps."""
         self._num_steps += 1
         if self._num_steps < NUM_STEPS:
             with self._tracked(is_kept=self._num_steps == NUM_STEPS - 1):

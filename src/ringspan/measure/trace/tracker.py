@@ -229,7 +229,6 @@ def train_step(tracker: MemoryTracker, model: Any, optimizer: torch.optim.Optimi
 
 
 def end_step(tracker: MemoryTracker, model: Any, optimizer: torch.optim.Optimizer) -> None:
-    """Finish a step with its gradients: clipping, and the optimizer with its state."""
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     tracker.watch_optimizer(optimizer)

@@ -34,7 +34,6 @@ class Device:
     note: str = ""
 
     def bandwidth(self, ranks: int) -> float:
-        """Bytes/s of the slowest link of a ring of neighbouring devices."""
         return self.intra_node_bandwidth if ranks <= self.devices_per_node else self.inter_node_bandwidth
 
 

@@ -287,7 +287,6 @@ class _LayerTimes:
         )
 
     def _shard_bytes(self, weights: tuple[int, int], gathers: float) -> tuple[float, float]:
-        """Count FSDP's gathers and gradient reductions, and the replicas' gradient sums."""
         setting = self.setting
         num_bytes, trained = weights
         around = (1 - 1 / setting.ring) * (gathers * num_bytes + trained * _GRADIENT_BYTES)

@@ -24,7 +24,6 @@ def _result_bytes(kind: LayerKind, number_bytes: int) -> int:
 
 
 def saved_per_token(local: ModelShape, setting: Setting, layers: int) -> int:
-    """Return the bytes per token that a rank's first ``layers`` layers keep for backward."""
     a, counts = setting.number_bytes, local.counted(layers)
     if setting.checkpoint == "none":
         left = "feedforward" if setting.feedforward_tokens else ""
@@ -72,7 +71,6 @@ def tower_layer_bytes(shape: ModelShape, setting: Setting) -> int:
 
 
 def pixel_bytes(shape: ModelShape, setting: Setting) -> int:
-    """Return the bytes of a micro-step's pixels, all in every rank's host memory."""
     return _FLOAT32 * setting.batch * sum(tower.pixels for tower in shape.towers)
 
 

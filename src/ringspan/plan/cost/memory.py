@@ -31,8 +31,6 @@ _PIECES_AHEAD: Final = 3  # what offloading brings back ahead of its use: a laye
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes by category at the highest moment of a step, and its name."""
-
     moment: str
     bytes: dict[str, int]
 

@@ -44,7 +44,6 @@ class Setting(StepConfig):
 
     @cached_property
     def tokens(self) -> int:
-        """Tokens of a rank in a micro-step."""
         return self.batch * Layout(self.layout, self.length, self.ring).tokens_per_rank
 
     @property

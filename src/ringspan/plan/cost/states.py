@@ -30,7 +30,6 @@ def state_passes(
 
 
 def state_bytes(layout: Layout, kind: LayerKind, number_bytes: int) -> list[int]:
-    """Return each rank's sent bytes for a layer and one sequence, forward and backward."""
     sent = [0] * layout.ranks
     for reverse in (False, True):
         for message, num_bytes in _messages(layout, kind, number_bytes, reverse=reverse):

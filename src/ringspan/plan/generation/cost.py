@@ -49,7 +49,6 @@ class Text:
 
     @property
     def chunk(self) -> int:
-        """Tokens of the prompt that a ring reads at once."""
         return PREFILL_TOKENS * self.ring
 
 

@@ -87,8 +87,6 @@ class TextQuestion:
 
 @dataclass(frozen=True, kw_only=True)
 class TextPlan:
-    """The mesh, its cost, and one device to compare with."""
-
     question: TextQuestion
     text: Text
     cost: TextCost

@@ -62,7 +62,6 @@ def model_shape(text: str, media: Media = NO_MEDIA, dtype: str = "bfloat16") -> 
 
 
 def _from_hub(repository: str, media: Media, dtype: str) -> ModelShape:
-    """Load the config of a Hugging Face id, if possible from the local cache."""
     from huggingface_hub import hf_hub_download
 
     try:
@@ -76,7 +75,6 @@ def _from_hub(repository: str, media: Media, dtype: str) -> ModelShape:
 
 
 def read_config(path: Path, media: Media = NO_MEDIA, dtype: str = "bfloat16") -> ModelShape:
-    """Return the shape of a config.json file; errors as of ``model_shape``."""
     try:
         values = json.loads(read_small(path))
     except OSError as error:

@@ -113,7 +113,6 @@ class LayerKind:
         )
 
     def share(self, tp: int) -> "LayerKind":
-        """Return one tensor-parallel rank's share; sizes divide evenly."""
         sizes = ("matrices", "feedforward", "intermediate", "mixing", "heads", "kv_heads")
         norm, heads, feedforward_norm, feedforward = self.kept
         return replace(
@@ -168,5 +167,4 @@ class Tower:
         return -(-batch * self.units // ranks)
 
     def share_of_tokens(self, batch: int, ranks: int) -> float:
-        """Embeddings of that rank."""
         return self.share(batch, ranks) * self.tokens / self.units

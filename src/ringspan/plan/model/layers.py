@@ -25,8 +25,6 @@ _ATTENTION: Final = "ringspan_counted"
 
 
 class Heads(NamedTuple):
-    """Sizes of one attention, as a ring is given q, k and v."""
-
     heads: int = 0
     kv_heads: int = 0
     head_dim: int = 0

@@ -91,7 +91,6 @@ class ModelConfig(Table):
         return self.tokenizer or self.path
 
     def config_values(self) -> dict[str, Any]:
-        """Return the Hugging Face config of a model from scratch, read from a file if it is a path."""
         values = self.config
         if isinstance(values, str):
             values = _read_json(values)

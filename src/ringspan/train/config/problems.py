@@ -89,5 +89,4 @@ def table_of(field: FieldInfo | None) -> type[BaseModel] | None:
 
 
 def shown(value: object, limit: int = 80) -> str:
-    """Format a value roughly as TOML, on one line."""
     return shortened(json.dumps(value, default=str, ensure_ascii=False), limit)

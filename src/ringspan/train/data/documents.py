@@ -134,7 +134,6 @@ def _read_json(path: Path, text_field: str) -> Iterator[str | None]:
 
 
 def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the rows of a .jsonl or (read as a whole) .json file, each with its place."""
     is_whole = path.suffix.lower() == ".json"
     with path.open("rb") as file:
         for number, line in enumerate([file.read()] if is_whole else file, start=1):

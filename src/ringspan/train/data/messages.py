@@ -42,7 +42,6 @@ class Conversations:
     """Conversation files -> (size, modification time)."""
 
     def digest(self) -> str:
-        """Compute the SHA-256 of messages and of media files' sizes and modification times."""
         digest = hashlib.sha256()
         for example in self.examples:
             stamps = [(path.stat().st_size, path.stat().st_mtime_ns) for path in example.media]

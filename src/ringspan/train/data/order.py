@@ -32,7 +32,6 @@ class BatchOrder:
 
     @property
     def global_batch_size(self) -> int:
-        """Return the sequences per step over replicas and micro-steps."""
         return self.batch_size * self.accumulation_steps * self.replicate
 
     def place(self, step: int) -> int:

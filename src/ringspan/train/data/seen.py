@@ -97,7 +97,6 @@ class SeenSequences:
         return sequence
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
-        """Return sequences as one whole batch: (B, S), and all images concatenated."""
         rows = [self[index] for index in indices]
         found: dict[str, Tensor] = {}
         for name in {name: None for row in rows for name in row}:
@@ -145,7 +144,6 @@ class SeenSequences:
 
 
 def _frames(names: list[str], place: str) -> NDArray[np.uint8]:
-    """Read a video given as images, (F, H, W, 3)."""
     from PIL import Image
 
     with refused(f"{place}: a frame cannot be read", OSError, remedy="; repair it"):

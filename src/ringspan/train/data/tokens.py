@@ -138,7 +138,6 @@ class TokenStream:
         return max((int(values.max()) for values in self._values), default=-1)
 
     def digest(self) -> str:
-        """Compute the hexadecimal SHA-256 of tokens and document starts, in a pass over the file."""
         digest = hashlib.sha256(self.document_starts.tobytes())
         for values in self._values:
             digest.update(memoryview(values).cast("B"))
@@ -150,7 +149,6 @@ class TokenStream:
         return np.concatenate([[start], self.document_starts[first:last]])
 
     def read(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Read positions [start, stop). int64, (stop - start,)."""
         if not 0 <= start <= stop <= len(self):
             raise IndexError(f"[{start}, {stop}) is not within a stream of {len(self)} tokens")
         out = np.empty(stop - start, np.int64)

@@ -108,7 +108,6 @@ def put_beside(scratch: Path, folder: Path) -> None:
 
 
 def model_bytes(model: Any, dtype: torch.dtype, *, is_adapter: bool = False) -> int:
-    """Compute the whole weights' file size, tied ones once; an adapter's own keep their dtype."""
     if is_adapter:
         return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     return sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
