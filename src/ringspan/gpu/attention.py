@@ -6,7 +6,7 @@ rows [q0, q1), keys [k0, k1), and the band lo <= i - j <= hi from its corner; ``
 ``Table``'s. Old values and result may be one array: then, with IN_PLACE, rows and keys without a tile stay.
 """
 # Triton compiles these functions; as Python they would not type.
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 
 import triton
 import triton.language as tl
@@ -16,17 +16,23 @@ from ringspan.gpu.tiles import LN_2, LOG2_E, scores, segments, tile_at
 
 
 @triton.jit
-def _load(pointer, at, stride, local, column, is_row, size):
+def _load(pointer, at, stride, local, column, is_row, size, MASKED: tl.constexpr = True):
     """Load rows of a head, padded with 0: (rows, numbers)."""
-    there = is_row[:, None] & (column < size)[None, :]
-    return tl.load(pointer + at * stride + local[:, None] * stride + column[None, :], mask=there, other=0.0)
+    places = pointer + at * stride + local[:, None] * stride + column[None, :]
+    if MASKED:
+        return tl.load(places, mask=is_row[:, None] & (column < size)[None, :], other=0.0)
+    else:
+        return tl.load(places)
 
 
 @triton.jit
-def _load_transposed(pointer, at, stride, local, column, is_row, size):
+def _load_transposed(pointer, at, stride, local, column, is_row, size, MASKED: tl.constexpr):
     """Load rows of a head, padded with 0: (numbers, rows)."""
-    there = is_row[None, :] & (column < size)[:, None]
-    return tl.load(pointer + at * stride + local[None, :] * stride + column[:, None], mask=there, other=0.0)
+    places = pointer + at * stride + local[None, :] * stride + column[:, None]
+    if MASKED:
+        return tl.load(places, mask=is_row[None, :] & (column < size)[:, None], other=0.0)
+    else:
+        return tl.load(places)
 
 
 @triton.jit
@@ -34,31 +40,33 @@ def _see(
     acc, top, total, q, k, v, k_t, v_t, row, rows_in, position, key_positions, slope, scale, softcap, k0, lo, hi,
     start, stop, last, size, value_size,
     KEYS: tl.constexpr, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, MASKED: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, PRECISION: tl.constexpr, IS_EVEN: tl.constexpr,
 ):  # fmt: skip
     """Add the keys [start, stop) of a tile, in blocks, to a block of rows' sums."""
     column, value_column = tl.arange(0, SIZE), tl.arange(0, VALUE_SIZE)
+    PADDED: tl.constexpr = MASKED or not IS_EVEN
     for first in range(start, stop, KEYS):
         key = first + tl.arange(0, KEYS)
         is_key = key < last
         at = (k0 + first).to(tl.int64)
         local = tl.arange(0, KEYS)
-        keys = _load_transposed(k, at, k_t, local, column, is_key, size)
+        keys = _load_transposed(k, at, k_t, local, column, is_key, size, PADDED)
         key_position = 0
         if HAS_SLOPES:
             key_position = tl.load(key_positions + k0 + key, mask=is_key, other=0)[None, :]
-        s, _ = scores(
+        s, factor, _ = scores(
             tl.dot(q, keys, input_precision=PRECISION), position, key_position, slope, scale, softcap, HAS_CAP,
             HAS_SLOPES,
         )  # fmt: skip
         if MASKED:
             distance = row[:, None] - key[None, :]
-            s = tl.where((distance >= lo) & (distance <= hi) & rows_in[:, None] & is_key[None, :], s, -float("inf"))
-        new_top = tl.maximum(top, tl.max(s, 1))
+            is_seen = (distance >= lo) & (distance <= hi) & rows_in[:, None] & is_key[None, :]
+            s, factor = tl.where(is_seen, s * factor, -float("inf")), 1.0
+        new_top = tl.maximum(top, tl.max(s, 1) * factor)
         base = tl.where(new_top == -float("inf"), 0.0, new_top)
         kept = tl.exp2(top - base)
-        p = tl.exp2(s - base[:, None])
-        values = _load(v, at, v_t, local, value_column, is_key, value_size)
+        p = tl.exp2(s * factor - base[:, None])
+        values = _load(v, at, v_t, local, value_column, is_key, value_size, PADDED)
         acc = tl.dot(p.to(values.dtype), values, acc * kept[:, None], input_precision=PRECISION)
         total = total * kept + tl.sum(p, 1)
         top = new_top
@@ -72,7 +80,8 @@ def forward(
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, out_b, out_h, out_t, lse_b, lse_h, lse_t,
     out, lse,
     SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
-    PRECISION: tl.constexpr, GRAIN: tl.constexpr, IN_PLACE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    PRECISION: tl.constexpr, IS_EVEN: tl.constexpr, GRAIN: tl.constexpr, IN_PLACE: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
     """Add the tiles' keys to the rows' running (out, lse): float32, (B, H, R, E) and (B, H, R)."""
     row0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS  # the last rows of a causal tile have most keys
@@ -88,6 +97,8 @@ def forward(
     queries = _load(q + batch * q_b + head64 * q_h, at, q_t, local, column, is_row, size)
     out_at = batch * out_b + head64 * out_h + at * out_t + local[:, None] * out_t + value_column[None, :]
     lse_at = batch * lse_b + head64 * lse_h + at * lse_t + local * lse_t
+    # The largest score is that of the largest product.
+    queries, scale = tl.where(scale < 0, -queries, queries), tl.abs(scale)
     before = tl.load(old_lse + lse_at, mask=is_row, other=-float("inf"))
     acc = tl.load(old_out + out_at, mask=is_out, other=0.0)
     top = before * LOG2_E
@@ -106,7 +117,7 @@ def forward(
             acc, top, total = _see(
                 acc, top, total, queries, k, v, k_t, v_t, row - q0, rows_in, position, key_positions, slope, scale,
                 softcap, k0, lo, hi, bounds[part], bounds[part + 1], k1 - k0, size, value_size,
-                KEYS, SIZE, VALUE_SIZE, part != 1, HAS_CAP, HAS_SLOPES, PRECISION,
+                KEYS, SIZE, VALUE_SIZE, part != 1, HAS_CAP, HAS_SLOPES, PRECISION, IS_EVEN,
             )  # fmt: skip
     has_seen = total > 0.0
     divisor = tl.where(has_seen, total, 1.0)
@@ -121,24 +132,25 @@ def _pull(
     acc, q, dout, lse2, delta, k, v, k_t, v_t, row, rows_in, position, key_positions, slope, scale, softcap, k0, lo,
     hi, start, stop, last, size, value_size,
     KEYS: tl.constexpr, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, MASKED: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, PRECISION: tl.constexpr, IS_EVEN: tl.constexpr,
 ):  # fmt: skip
     """Add what the keys [start, stop) of a tile contribute to dq / scale of a block of rows."""
     column, value_column, local = tl.arange(0, SIZE), tl.arange(0, VALUE_SIZE), tl.arange(0, KEYS)
+    PADDED: tl.constexpr = MASKED or not IS_EVEN
     for first in range(start, stop, KEYS):
         key = first + local
         is_key = key < last
         at = (k0 + first).to(tl.int64)
-        keys = _load_transposed(k, at, k_t, local, column, is_key, size)
-        values = _load_transposed(v, at, v_t, local, value_column, is_key, value_size)
+        keys = _load_transposed(k, at, k_t, local, column, is_key, size, PADDED)
+        values = _load_transposed(v, at, v_t, local, value_column, is_key, value_size, PADDED)
         key_position = 0
         if HAS_SLOPES:
             key_position = tl.load(key_positions + k0 + key, mask=is_key, other=0)[None, :]
-        s, derivative = scores(
+        s, factor, derivative = scores(
             tl.dot(q, keys, input_precision=PRECISION), position, key_position, slope, scale, softcap, HAS_CAP,
             HAS_SLOPES,
         )  # fmt: skip
-        p = tl.exp2(s - lse2[:, None])
+        p = tl.exp2(s * factor - lse2[:, None])
         if MASKED:
             distance = row[:, None] - key[None, :]
             p = tl.where((distance >= lo) & (distance <= hi) & rows_in[:, None] & is_key[None, :], p, 0.0)
@@ -156,8 +168,8 @@ def backward_queries(
     dq_b, dq_h, dq_t,
     dq,
     SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
-    PRECISION: tl.constexpr, GRAIN: tl.constexpr, IN_PLACE: tl.constexpr, HAS_DELTA: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr,
+    PRECISION: tl.constexpr, IS_EVEN: tl.constexpr, GRAIN: tl.constexpr, IN_PLACE: tl.constexpr,
+    HAS_DELTA: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """Compute the tiles' share of dq, (B, H, R, D) float32, from the GLOBAL out and lse."""
     # delta = sum(dout out), (B, H, R) without gaps, is read if HAS_DELTA, else computed, for ``backward_keys``.
@@ -197,7 +209,7 @@ def backward_queries(
             acc = _pull(
                 acc, queries, douts, lse2, delta, k, v, k_t, v_t, row - q0, rows_in, position, key_positions, slope,
                 scale, softcap, k0, lo, hi, bounds[part], bounds[part + 1], k1 - k0, size, value_size,
-                KEYS, SIZE, VALUE_SIZE, part != 1, HAS_CAP, HAS_SLOPES, PRECISION,
+                KEYS, SIZE, VALUE_SIZE, part != 1, HAS_CAP, HAS_SLOPES, PRECISION, IS_EVEN,
             )  # fmt: skip
     dq_at = batch * dq_b + head64 * dq_h + at * dq_t + local[:, None] * dq_t + column[None, :]
     tl.store(dq + dq_at, tl.load(old_dq + dq_at, mask=is_q, other=0.0) + acc * scale, mask=is_q)
@@ -208,27 +220,28 @@ def _push(
     dk, dv, keys, values, q, dout, lse, delta, q_t, dout_t, lse_t, key, keys_in, query_positions, key_position, slope,
     scale, softcap, q0, lo, hi, start, stop, last, size, value_size,
     ROWS: tl.constexpr, SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, MASKED: tl.constexpr, HAS_CAP: tl.constexpr,
-    HAS_SLOPES: tl.constexpr, PRECISION: tl.constexpr,
+    HAS_SLOPES: tl.constexpr, PRECISION: tl.constexpr, IS_EVEN: tl.constexpr,
 ):  # fmt: skip
     """Add what the rows [start, stop) of a tile contribute to dk / scale and dv of a block of keys."""
     column, value_column, local = tl.arange(0, SIZE), tl.arange(0, VALUE_SIZE), tl.arange(0, ROWS)
+    PADDED: tl.constexpr = MASKED or not IS_EVEN
     for first in range(start, stop, ROWS):
         row = first + local
         is_row = row < last
         at = (q0 + first).to(tl.int64)
-        queries = _load_transposed(q, at, q_t, local, column, is_row, size)
-        douts = _load(dout, at, dout_t, local, value_column, is_row, value_size)
+        queries = _load_transposed(q, at, q_t, local, column, is_row, size, PADDED)
+        douts = _load(dout, at, dout_t, local, value_column, is_row, value_size, PADDED)
         row_lse = tl.load(lse + at * lse_t + local * lse_t, mask=is_row, other=0.0)
         lse2 = tl.where(row_lse == -float("inf"), float("inf"), row_lse * LOG2_E)
         deltas = tl.load(delta + at + local, mask=is_row, other=0.0)
         position = 0
         if HAS_SLOPES:
             position = tl.load(query_positions + q0 + row, mask=is_row, other=0)[None, :]
-        s, derivative = scores(
+        s, factor, derivative = scores(
             tl.dot(keys, queries, input_precision=PRECISION), position, key_position, slope, scale, softcap, HAS_CAP,
             HAS_SLOPES,
         )  # fmt: skip
-        p = tl.exp2(s - lse2[None, :])
+        p = tl.exp2(s * factor - lse2[None, :])
         if MASKED:
             distance = row[None, :] - key[:, None]
             p = tl.where((distance >= lo) & (distance <= hi) & keys_in[:, None] & is_row[None, :], p, 0.0)
@@ -247,7 +260,8 @@ def backward_keys(
     dv_b, dv_h, dv_t,
     dk, dv,
     SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
-    PRECISION: tl.constexpr, GRAIN: tl.constexpr, IN_PLACE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    PRECISION: tl.constexpr, IS_EVEN: tl.constexpr, GRAIN: tl.constexpr, IN_PLACE: tl.constexpr, ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
     """Compute the tiles' share of dk (B, G, K, D) and dv (B, G, K, E), float32."""
     # One program sums a block of keys over its group's query heads: no atomic adds, so results repeat.
@@ -285,7 +299,7 @@ def backward_keys(
                     dk_sum, dv_sum, keys, values, q_head, dout_head, lse_head, delta_head, q_t, dout_t, lse_t,
                     key - k0, keys_in, query_positions, key_position, slope, scale, softcap, q0, lo, hi, bounds[part],
                     bounds[part + 1], q1 - q0, size, value_size,
-                    ROWS, SIZE, VALUE_SIZE, part != 1, HAS_CAP, HAS_SLOPES, PRECISION,
+                    ROWS, SIZE, VALUE_SIZE, part != 1, HAS_CAP, HAS_SLOPES, PRECISION, IS_EVEN,
                 )  # fmt: skip
     dk_at = batch * dk_b + kv_head64 * dk_h + at * dk_t + local[:, None] * dk_t + column[None, :]
     dv_at = batch * dv_b + kv_head64 * dv_h + at * dv_t + local[:, None] * dv_t + value_column[None, :]

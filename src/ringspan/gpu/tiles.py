@@ -18,16 +18,16 @@ def _tanh(x):
 def scores(
     product, query_position, key_position, slope, scale, softcap, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr
 ):
-    """Scores in units of log 2, and their derivative by the scaled product."""
-    s = product * scale
-    derivative = 1.0
+    """Numbers, and the factor that makes scores in units of log 2 of them; their derivative by the scaled product."""
+    # The factor of numbers that need nothing else is left to the exponential, which takes it in one operation.
+    s, factor, derivative = product, scale * LOG2_E, 1.0
     if HAS_CAP:
-        t = _tanh(s / softcap)
-        derivative = 1.0 - t * t
-        s = softcap * t
+        s = _tanh(product * (scale / softcap))
+        factor, derivative = softcap * LOG2_E, 1.0 - s * s
     if HAS_SLOPES:
-        s -= slope * tl.abs(query_position - key_position).to(tl.float32)
-    return s * LOG2_E, derivative
+        s = s * factor - slope * LOG2_E * tl.abs(query_position - key_position).to(tl.float32)
+        factor = 1.0
+    return s, factor, derivative
 
 
 @triton.jit

@@ -46,9 +46,11 @@ def options(size: int, value_size: int, *, is_float32: bool, has_cap: bool, has_
     """Return a launch's options: padded head sizes and the precision of products."""
     # A power of two, at least 16, for a matrix product. Float32 takes three TF32 products, which are as accurate;
     # otherwise the sums would not fit into registers.
+    padded = tuple(max(16, triton.next_power_of_2(each)) for each in (size, value_size))
     return {
-        "SIZE": max(16, triton.next_power_of_2(size)),
-        "VALUE_SIZE": max(16, triton.next_power_of_2(value_size)),
+        "SIZE": padded[0],
+        "VALUE_SIZE": padded[1],
+        "IS_EVEN": padded == (size, value_size),
         "HAS_CAP": has_cap,
         "HAS_SLOPES": has_slopes,
         "PRECISION": "tf32x3" if is_float32 else "tf32",
