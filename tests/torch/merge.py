@@ -8,7 +8,7 @@ from ringspan.core import softmax
 
 def check_merge(dtype: torch.dtype, size: int, device: str, count: int = 2, *, has_sinks: bool = False) -> None:
     """Rows with and without keys in each partial, in slices of larger tensors; neighbours must be left alone."""
-    from ringspan.torch.kernels.partials.triton_merge import merge_many
+    from ringspan.torch.kernels.partials.triton_merge import merge_many, sum_many
 
     generator = torch.Generator().manual_seed(0)
     wide = torch.randn(2, 301, 3, size, generator=generator).to(device)
@@ -29,6 +29,9 @@ def check_merge(dtype: torch.dtype, size: int, device: str, count: int = 2, *, h
     if sinks is not None:
         logits = np.broadcast_to(sinks.double().cpu().numpy()[None, :, None], expected_lse.shape)
         expected, expected_lse = softmax.merge(expected, expected_lse, np.zeros_like(expected), logits)
+    total, plain = torch.empty_like(out), torch.stack([one.double().cpu() for one, _ in partials]).sum(0)
+    sum_many(total, [one for one, _ in partials])
+    assert (total.double().cpu() - plain).norm() < 1e-6 * plain.norm()
     with np.errstate(divide="ignore"):  # of the interpreter
         merge_many(out, lse, partials, sinks)
     merged, lse = out.double().cpu().numpy(), lse.cpu().numpy()

@@ -1,4 +1,6 @@
 """The ring loop against ``core/schedule/events.py``: messages, their order and bytes, waits, and the peak."""
+# Strategies give names as text.
+# pyright: reportArgumentType=false, reportCallIssue=false
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -18,7 +20,7 @@ from ringspan.core.schedule import events, steps
 from ringspan.core.schedule.kernel_launches import KernelLaunch, pieces, whole
 from ringspan.core.schedule.route import Route
 from ringspan.core.schedule.schedule import make_schedule
-from ringspan.core.schedule.workspace import Returning, Shape, Taken
+from ringspan.core.schedule.workspace import Gradients, Returning, Shape, Taken
 from ringspan.measure.trace.tracker import MemoryTracker
 from ringspan.torch import kernels
 from ringspan.torch.attention import ring
@@ -77,6 +79,7 @@ class Call(NamedTuple):
     most: int
     results: int
     converts: bool
+    each: tuple[int, ...]
 
 
 class Recorded:
@@ -93,7 +96,8 @@ class Recorded:
         most = max((moment.total_bytes for moment in self._tracker.moments[first:]), default=before)
         after = sum(self._tracker._totals.values())
         converts = results is not None and results[0].dtype == torch.bfloat16
-        self._calls.append(Call(launch, max(most, after) - before, after - before, converts))
+        each = tuple(x.untyped_storage().nbytes() for x in results or ())
+        self._calls.append(Call(launch, max(most, after) - before, after - before, converts, each))
         return results
 
 
@@ -134,7 +138,7 @@ class Replayed:
     def backward_bytes(self, launch):
         call = next(self._calls)
         assert call.launch == launch
-        return call.most
+        return Gradients(call.most, call.each or (0, 0, 0), call.converts)
 
 
 def numbers(shape, tokens, key_tokens, dtype):

@@ -4,40 +4,29 @@
 are read off them. No event creates a pass's inputs and results. n tokens.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
-from typing import Final
 
 from ringspan.core.geometry.ranges import Ranges, size
 from ringspan.core.schedule.gather import Gathered
-from ringspan.core.schedule.kernel_launches import KernelLaunch, within_ranges
-from ringspan.core.schedule.schedule import Hop, Send
+from ringspan.core.schedule.kernel_launches import KernelLaunch
 from ringspan.core.schedule.steps import (
     MESSAGES_PER_HOP,
     Accumulate,
     Buffer,
     Coming,
     Compute,
-    Convert,
-    Deferred,
+    DeferredSum,
     Event,
-    Message,
+    Launch,
     Part,
-    Post,
     Steps,
-    Sum,
-    Transfer,
-    Wait,
+    Waiting,
     drop,
-    held,
     make,
-    pack,
 )
-from ringspan.core.schedule.workspace import sent_itemsize
-
-_FLOAT32: Final = 4
-_BFLOAT16: Final = 2
-_SCALED: Final = frozenset({"float8", "int8"})  # a byte a number, and a factor for the keys and the values of each head
+from ringspan.core.schedule.walk import Walk
+from ringspan.core.schedule.workspace import Gradients
 
 
 def forward(part: Part) -> Iterator[Event]:
@@ -46,7 +35,7 @@ def forward(part: Part) -> Iterator[Event]:
         return
     last: list[Buffer] = []  # sums, and what arrived last: variables until the next group has its own
     for number in range(part.head_groups):
-        last = yield from _Walk(part, number).forward(last)
+        last = yield from Walk(part, number).forward(last)
     yield from drop(*last)
 
 
@@ -55,225 +44,12 @@ def backward(part: Part) -> Iterator[Event]:
     if part.schedule.gathered is not None:
         yield from _backward_of_gathered(part, part.schedule.gathered)
         return
-    unfinished: list[_Walk] = []
+    unfinished: list[Walk] = []
     for number in range(part.head_groups):
-        walk = _Walk(part, number)
+        walk = Walk(part, number)
         yield from walk.backward(unfinished)
         unfinished.append(walk)
     yield from unfinished.pop().finish()
-
-
-class _Walk:
-    """One group of heads on its way through the hops; a dropped variable frees its buffer."""
-
-    def __init__(self, part: Part, number: int) -> None:
-        self.part, self.shape, self.hops = part, part.group, part.schedule.hops
-        self.first_message = MESSAGES_PER_HOP * number * len(self.hops)
-        shape, queries = self.shape, part.schedule.passes_queries
-        self.own = Buffer(0, ((0, part.tokens if queries else part.key_tokens),))  # lies in the inputs
-        self.numbers = shape.query_numbers if queries else shape.kv_numbers
-        self.is_scaled = part.comm_dtype in _SCALED
-        self.is_converted = self.is_scaled or (part.comm_dtype == "bfloat16" and shape.itemsize != _BFLOAT16)
-        self.factors = 2 * _FLOAT32 * shape.batch * shape.kv_heads if self.is_scaled else 0
-        self.sent_token = self.numbers * sent_itemsize(part.comm_dtype, shape.itemsize)
-        self.under_way: dict[int, Coming] = {}  # blocks, by their hop
-        self.returning: list[Coming] = []  # what other ranks made of this rank's own block
-        self.sums = Buffer(0)  # of dk and dv
-
-    def forward(self, last: list[Buffer]) -> Steps[list[Buffer]]:
-        """Run forward after the previous group; return this group's sums and last arrival."""
-        shape, part = self.shape, self.part
-        partial = shape.batch * shape.heads * shape.sum_itemsize * (shape.value_dim + 1)
-        local = self.total()
-        arrived = last[1:]
-        yield from drop(*last[:1])
-        for hop in self.part.schedule.active:
-            block = yield from self._arrive(hop)
-            total, is_sent = local, part.schedule.passes_queries and hop.index > 0
-            if is_sent:
-                total = Sum(shape, (yield from make(partial * size(hop.gradient_to_owner), hop.gradient_to_owner)))
-            yield from self._compute(hop, block, total)
-            if is_sent and (hop.gradient_to_owner or hop.from_visitor.ranges):
-                sends = [(hop.owner, total.buffer)]
-                coming = yield from self._post(MESSAGES_PER_HOP * hop.index + 1, sends, [(hop.from_visitor, partial)])
-                yield from drop(*arrived)
-                arrived = held(coming)
-                yield from self._collect(local)  # of the hop before: no more than two wait
-                self.returning += coming
-            yield from drop(*([total.buffer] if is_sent else []), block)
-        yield from self._collect(local)
-        yield from local.finish()
-        return [local.buffer, *arrived]
-
-    def backward(self, unfinished: list["_Walk"]) -> Steps[None]:
-        """Run backward; ``unfinished``, the group before, finishes after the first hop."""
-        shape, part = self.shape, self.part
-        token, sent_token = self.gradient_token
-        queries = 0 if shape.itemsize == shape.sum_itemsize else shape.query_numbers * shape.sum_itemsize
-        keys = 0 if (part.kv_itemsize or shape.itemsize) == shape.sum_itemsize else token
-        of_queries = yield from make(queries * part.tokens, is_sum=True)
-        self.sums = yield from make(keys * part.key_tokens, is_sum=True)
-        behind: dict[int, Coming] = {}  # by hop, the sum over the earlier ranks of its block
-        arrived: list[Buffer] = []
-        block = self.own
-        for hop in self.part.schedule.active:
-            before, block = block, (yield from self._arrive(hop))
-            yield from drop(before)
-            total = self.own
-            if hop.index:
-                total = yield from make(token * size(hop.gradient), hop.gradient)
-            yield Compute(hop, self._backward_bytes(hop, block, total))
-            if hop.index in behind:
-                yield from self._add(behind.pop(hop.index))
-            sends: list[tuple[int, Buffer]] = []
-            for peer, ranges in (hop.gradient_on, Send(hop.owner, hop.gradient_to_owner)):
-                if ranges:
-                    packed = yield from pack(total, ranges, token)
-                    sends.append((peer, packed))
-                    if sent_token != token:
-                        sends[-1] = peer, (yield from make(sent_token * size(ranges), ranges))
-                        yield from drop(packed)
-            next_in = self.hops[hop.gradient_next].gradient_in
-            if sends or next_in.ranges or hop.from_visitor.ranges:
-                receives = [(next_in, sent_token), (hop.from_visitor, sent_token)]
-                coming, from_visitor = yield from self._post(MESSAGES_PER_HOP * hop.index + 1, sends, receives)
-                yield from drop(*arrived)
-                arrived = held([coming])
-                if hop.gradient_next:
-                    behind[hop.gradient_next] = coming
-                if hop.from_visitor.ranges:
-                    yield from self._collect()  # of the hops before: no more than two wait
-                self.returning.append(from_visitor)
-            yield from drop(total, *(buffer for _, buffer in sends))
-            if unfinished and hop.index == 0:
-                yield from unfinished.pop().finish()
-        yield from drop(block, *arrived, of_queries)
-
-    @property
-    def gradient_token(self) -> tuple[int, int]:
-        """Bytes of a token's dk and dv, as summed and as sent."""
-        token = self.shape.kv_numbers * self.shape.sum_itemsize
-        return token, self.shape.kv_numbers * _BFLOAT16 if self.part.gradient_comm_dtype == "bfloat16" else token
-
-    def total(self) -> Sum:
-        if self.shape.itemsize == self.shape.sum_itemsize:
-            return Sum(self.shape, Buffer(0, is_sum=True))
-        return Deferred(self.shape, self.part.tokens)
-
-    def finish(self) -> Iterator[Event]:
-        yield from self._collect()
-        yield from drop(self.sums)
-
-    def _arrive(self, hop: Hop) -> Steps[Buffer]:
-        """Return the block of a hop; post the following ones."""
-        coming = self.under_way.pop(hop.index, None)
-        arrival = (yield from self._wait(coming)) if coming else None
-        if hop.index:
-            coded = arrival or Buffer(0)
-            block = (yield from self._decode(arrival)) if arrival else Buffer(0)
-        else:
-            block, coded = self.own, self.own
-            if self.is_converted and any(send.ranges for _, send in hop.sends):
-                coded = yield from self._encode()
-        is_straight = any(send.ranges for send in hop.straight)
-        mine = (yield from self._encode()) if is_straight and self.is_converted else self.own
-        packed: dict[Ranges, Buffer] = {}
-        for (index, (peer, ranges)), straight in zip(hop.sends, hop.straight, strict=True):
-            arriving = self.hops[index].arrives
-            if not (ranges or straight.ranges or arriving.ranges):
-                continue
-            if ranges and ranges not in packed:
-                packed[ranges] = yield from self._pack(coded, ranges)
-            sends = [(peer, packed[ranges])] if ranges else []
-            own = [(straight.peer, (yield from self._pack(mine, straight.ranges)))] if straight.ranges else []
-            sends, receives = [*sends, *own], [(arriving, self.sent_token)]
-            (self.under_way[index],) = yield from self._post(MESSAGES_PER_HOP * index, sends, receives, self.factors)
-            yield from drop(*(buffer for _, buffer in own))
-        yield from drop(coded, mine, *packed.values())
-        return block
-
-    def _pack(self, whole: Buffer, ranges: Ranges) -> Steps[Buffer]:
-        return pack(whole, ranges, self.sent_token, self.factors, can_hand_on=whole is not self.own)
-
-    def _encode(self) -> Steps[Buffer]:
-        coded = yield from make(self.sent_token * size(self.own.ranges) + self.factors, self.own.ranges)
-        if self.is_scaled:  # a float32 copy of keys or of values, their absolute values and the largest of these
-            number, copies = max(self._parts(size(self.own.ranges))), 2 if self.shape.itemsize != _FLOAT32 else 1
-            yield Convert(_FLOAT32 * (copies * number + self.shape.batch * self.shape.kv_heads) if number else 0)
-        return coded
-
-    def _decode(self, coded: Buffer) -> Steps[Buffer]:
-        """Decode a received block: ``coded`` itself if it needs no conversion."""
-        if not self.is_converted:
-            coded.holders += 1
-            return coded
-        itemsize, number = self.shape.itemsize, size(coded.ranges)
-        if self.is_scaled:  # keys, then values: float32, times their factor, in the dtype of the inputs
-            keys, values = self._parts(number)
-            copies = _FLOAT32 + (_FLOAT32 if itemsize == _FLOAT32 else max(_FLOAT32, itemsize))
-            yield Convert(max(copies * keys, itemsize * keys + copies * values))
-        return (yield from make(itemsize * self.numbers * number, coded.ranges))
-
-    def _parts(self, tokens: int) -> tuple[int, int]:
-        heads = tokens * self.shape.batch * self.shape.kv_heads
-        return heads * self.shape.head_dim, heads * self.shape.value_dim
-
-    def _post(
-        self, message: int, sends: list[tuple[int, Buffer]], receives: list[tuple[Send, int]], extra: int = 0
-    ) -> Steps[list[Coming]]:
-        """Start a transfer without empty messages. ``receives`` has tokens and the bytes of each."""
-        arrivals: list[Buffer | None] = []
-        for (_, ranges), token in receives:
-            arrivals.append((yield from make(token * size(ranges) + extra, ranges)) if ranges else None)
-        sent = tuple(Message(peer, buffer) for peer, buffer in sends if buffer.ranges)
-        received = tuple(Message(one.peer, x) for (one, _), x in zip(receives, arrivals, strict=True) if x)
-        transfer = Transfer(self.first_message + message, [message.buffer for message in sent], not sent + received)
-        for buffer in transfer.sends:
-            buffer.holders += 1
-        if sent or received:
-            yield Post(transfer.number, sent, received)
-        return [Coming(transfer, arrival) for arrival in arrivals]
-
-    def _wait(self, coming: Coming) -> Steps[Buffer | None]:
-        transfer = coming.transfer
-        if not transfer.is_over:
-            yield Wait(transfer.number)
-            yield from drop(*transfer.sends)
-            transfer.is_over = True
-        return coming.arrival
-
-    def _add(self, coming: Coming, total: Sum | None = None) -> Iterator[Event]:
-        arrival = yield from self._wait(coming)
-        if arrival is None:
-            return
-        for start, stop in arrival.ranges:
-            yield from total.add(start, stop) if total else [Accumulate(0)]
-        yield from drop(arrival)
-
-    def _collect(self, total: Sum | None = None) -> Iterator[Event]:
-        while self.returning:
-            yield from self._add(self.returning.pop(0), total)
-
-    def _launches(self, hop: Hop, *packed: Ranges) -> Iterator[KernelLaunch]:
-        if self.part.kernel is None:
-            return iter(())
-        queries = self.part.schedule.passes_queries
-        return within_ranges(self.part.kernel.launches, hop.bands, *packed, passes_queries=queries)
-
-    def _compute(self, hop: Hop, block: Buffer, total: Sum) -> Iterator[Event]:
-        return self.run(hop, self._launches(hop, block.ranges), total)
-
-    def run(self, work: Hop | Gathered, launches: Iterable[KernelLaunch], total: Sum) -> Iterator[Event]:
-        yield Compute(work, 0)
-        if self.part.kernel is None and work.bands:
-            yield from total.running()
-        for launch in launches:
-            assert self.part.kernel is not None, "it has launches"
-            yield from total.run(launch, self.part.kernel.forward_bytes(launch))
-
-    def _backward_bytes(self, hop: Hop, block: Buffer, total: Buffer) -> int:
-        kernel, launches = self.part.kernel, self._launches(hop, block.ranges, total.ranges)
-        return max((kernel.backward_bytes(launch) for launch in launches), default=0) if kernel else 0
 
 
 def _forward_of_gathered(part: Part, plan: Gathered) -> Iterator[Event]:
@@ -304,7 +80,7 @@ def _groups(part: Part, plan: Gathered) -> list["_Gathering"]:
     return walks
 
 
-class _Gathering(_Walk):
+class _Gathering(Walk):
     """One group of heads of passes that fetch all keys at once (``torch.attention.gathered``)."""
 
     following: "_Gathering | None" = None
@@ -320,13 +96,13 @@ class _Gathering(_Walk):
 
     def fetch(self) -> Steps[list[Coming]]:
         sends = [(send.peer, send.ranges) for _, send in self.hops[0].sends if send.ranges]
-        coded = (yield from self._encode()) if sends and self.is_converted else self.own
+        coded = (yield from self.encode()) if sends and self.is_converted else self.own
         packed: dict[Ranges, Buffer] = {}
         for _, ranges in sends:
             if ranges not in packed:
-                packed[ranges] = yield from self._pack(coded, ranges)
+                packed[ranges] = yield from self.pack(coded, ranges)
         receives = [(hop.arrives, self.sent_token) for hop in self.hops[1:]]
-        coming = yield from self._post(0, [(peer, packed[r]) for peer, r in sends], receives, self.factors)
+        coming = yield from self.post(0, [(peer, packed[r]) for peer, r in sends], receives, self.factors)
         yield from drop(coded, *packed.values())
         return coming
 
@@ -336,26 +112,72 @@ class _Gathering(_Walk):
             self.following.coming = yield from self.following.fetch()
         keys = yield from make(self.shape.itemsize * self.numbers * self.plan.num_keys)
         for each in coming:
-            if (arrival := (yield from self._wait(each))) is not None:
-                block = yield from self._decode(arrival)
+            if (arrival := (yield from self.wait(each))) is not None:
+                block = yield from self.decode(arrival)
                 yield from drop(block, arrival)
         return keys
 
     def differentiate(self, keys: Buffer) -> Iterator[Event]:
         shape, part, kernel = self.shape, self.part, self.part.kernel
         token, sent_token = self.gradient_token
-        queries = 0 if shape.itemsize == shape.sum_itemsize else shape.query_numbers * shape.sum_itemsize
-        own = 0 if (part.kv_itemsize or shape.itemsize) == shape.sum_itemsize else token
-        of_queries = yield from make(queries * part.tokens, is_sum=True)
-        total = yield from make(token * self.plan.num_keys)
-        most = max((kernel.backward_bytes(launch) for launch in self.launches), default=0) if kernel else 0
-        yield Compute(self.plan, most)
-        yield from drop(keys, of_queries)
-        self.sums = yield from make(own * part.key_tokens, is_sum=True)
+        is_short, returns_short = (size < shape.sum_itemsize for size in (shape.itemsize, self._returned_itemsize))
+        counts = part.tokens, self.plan.num_keys, self.plan.num_keys
+        tokens = shape.query_numbers * shape.sum_itemsize, *(shape.sum_itemsize * number for number in self.parts(1))
+        sums = [DeferredSum(*each) for each in zip(tokens, counts, strict=True)]
+        if not is_short:
+            sums[0] = DeferredSum(0, part.tokens)  # it lies in the results
+            for each in sums:
+                yield from each.running()
+        yield Compute(self.plan, 0)
+        if kernel is None and self.plan.bands:
+            for each in sums:
+                yield from each.running()
+        for launch in self.launches:
+            assert kernel is not None, "it has launches"
+            yield from self._launch(launch, kernel.backward_bytes(launch), sums)
+        yield from drop(keys)
+        yield from sums[0].write(0, part.tokens, is_short=is_short)
+        yield from sums[0].free()
+        self.sums = yield from make(token * part.key_tokens if returns_short else 0, is_sum=True)
         sends: list[tuple[int, Buffer]] = []
         for hop in self.hops[1:]:
             if ranges := hop.gradient_to_owner:
                 sends.append((hop.owner, (yield from make(sent_token * size(ranges), ranges))))
+                for piece in self.plan.of(hop.owner):
+                    for each in sums[1:]:
+                        yield from each.write(piece.places.start, piece.places.stop, is_short=sent_token < token)
         receives = [(hop.from_visitor, sent_token) for hop in self.hops[1:]]
-        self.returning = yield from self._post(1, sends, receives)
-        yield from drop(total, *(buffer for _, buffer in sends))
+        self.returning = yield from self.post(1, sends, receives)
+        yield from drop(*(buffer for _, buffer in sends))
+        for each in sums[1:]:
+            yield from each.free()
+
+    def _launch(self, launch: KernelLaunch, taken: Gradients, sums: list[DeferredSum]) -> Iterator[Event]:
+        """Run a launch, and add its dq, dk and dv, or have them wait."""
+        if not any(taken.values):
+            for each in sums:
+                yield from each.running()
+        yield Launch(taken.most)
+        ends, made = (launch.k0, launch.k1), list[Buffer]()
+        for num_bytes in taken.values:
+            made.append((yield from make(num_bytes)))
+        for each, value, rows in zip(sums, made, ((launch.q0, launch.q1), ends, ends), strict=True):
+            yield from each.add(*rows, value, is_short=taken.is_short)
+
+    @property
+    def _returned_itemsize(self) -> int:
+        return self.part.kv_itemsize or self.shape.itemsize
+
+    def finish(self) -> Iterator[Event]:
+        """Sum all ranks' gradients of this rank's keys."""
+        waiting, mine = Waiting(self.part.key_tokens), Buffer(0)
+        for piece in self.plan.of(self.part.schedule.rank):
+            waiting.add(piece.start, piece.stop, mine)
+        for each in self.returning:
+            if (arrival := (yield from self.wait(each))) is not None:
+                for start, stop in arrival.ranges:
+                    waiting.add(start, stop, Buffer(0))
+        if self._returned_itemsize < self.shape.sum_itemsize:
+            for start, stop, values in waiting.of():
+                yield Accumulate(self.shape.sum_itemsize * max(self.parts(stop - start)) if values > 1 else 0)
+        yield from drop(self.sums, *(each.arrival for each in self.returning if each.arrival))

@@ -20,6 +20,11 @@ class Piece(NamedTuple):
     stop: int
     place: int
 
+    @property
+    def places(self) -> slice:
+        """Return their places."""
+        return slice(self.place, self.place + self.stop - self.start)
+
 
 @dataclass(frozen=True, eq=False)
 class Gathered:

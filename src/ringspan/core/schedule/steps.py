@@ -141,15 +141,38 @@ class Sum:
         return iter(())
 
 
+class Waiting:
+    """Values of ``rows`` that wait for each other (``torch.kernels.partials.Waiting``)."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self._ends: list[tuple[int, int]] = []
+        self._held: list[Buffer] = []
+
+    def add(self, start: int, stop: int, value: Buffer) -> bool:
+        """Have a value wait; return True if too many do."""
+        self._ends.append((start, stop))
+        self._held.append(value)
+        return is_full(sum(stop - start for start, stop in self._ends), self.rows)
+
+    def of(self, first: int = 0, last: int | None = None) -> Iterator[tuple[int, int, int]]:
+        """Yield all parts of some rows, and the number of values that wait for each."""
+        for start, stop, numbers in segments(tuple(self._ends), self.rows):
+            start, stop = max(start, first), min(stop, self.rows if last is None else last)
+            if start < stop:
+                yield start, stop, len(numbers)
+
+    def clear(self) -> Iterator[Event]:
+        yield from drop(*self._held)
+        self._ends, self._held = [], []
+
+
 class Deferred(Sum):
     """Partials of a 16-bit result, which wait for each other (``torch.kernels.partials.Deferred``)."""
 
     def __init__(self, shape: Shape, rows: int) -> None:
         super().__init__(shape, Buffer(0, is_sum=True))
-        self._count = rows
-        self._waiting: list[tuple[int, int]] = []
-        self._num_waiting = 0  # rows
-        self._held: list[Buffer] = []
+        self._waiting = Waiting(rows)
         self._is_folded = False
 
     def run(self, launch: KernelLaunch, taken: Taken) -> Iterator[Event]:
@@ -158,10 +181,7 @@ class Deferred(Sum):
             yield from super().run(launch, taken)
             return
         yield Launch(taken.most)
-        self._held.append((yield from make(taken.partial)))
-        self._waiting.append((launch.q0, launch.q1))
-        self._num_waiting += launch.q1 - launch.q0
-        if is_full(self._num_waiting, self._count):
+        if self._waiting.add(launch.q0, launch.q1, (yield from make(taken.partial))):
             yield from self.running()
 
     def add(self, start: int, stop: int) -> Iterator[Event]:
@@ -169,23 +189,50 @@ class Deferred(Sum):
         yield from super().add(start, stop)
 
     def finish(self) -> Iterator[Event]:
-        for start, stop, partials in segments(tuple(self._waiting), self._count):
-            yield Accumulate(merge_many_bytes(self._shape, stop - start, len(partials) + self._is_folded))
-        yield from self._clear()
+        for start, stop, partials in self._waiting.of():
+            yield Accumulate(merge_many_bytes(self._shape, stop - start, partials + self._is_folded))
+        yield from self._waiting.clear()
 
     def running(self) -> Iterator[Event]:
         if not self._is_folded:
             row = self._shape.batch * self._shape.heads * self._shape.sum_itemsize
-            self.buffer = yield from make(row * self._shape.value_dim * self._count, is_sum=True)
+            self.buffer = yield from make(row * self._shape.value_dim * self._waiting.rows, is_sum=True)
             self._is_folded = True
-        for start, stop, partials in segments(tuple(self._waiting), self._count):
+        for start, stop, partials in self._waiting.of():
             if partials:
-                yield Accumulate(self.merge(start, stop, is_short=True, partials=len(partials)))
-        yield from self._clear()
+                yield Accumulate(self.merge(start, stop, is_short=True, partials=partials))
+        yield from self._waiting.clear()
 
-    def _clear(self) -> Iterator[Event]:
-        yield from drop(*self._held)
-        self._waiting, self._num_waiting, self._held = [], 0, []
+
+class DeferredSum:
+    """A gradient of a gathered pass (``torch.attention.block.DeferredSum``): ``token`` bytes as it adds up."""
+
+    def __init__(self, token: int, rows: int) -> None:
+        self._token, self._waiting = token, Waiting(rows)
+        self._buffer: Buffer | None = None
+
+    def add(self, start: int, stop: int, value: Buffer, *, is_short: bool) -> Iterator[Event]:
+        """Add a value, which waits if it is short."""
+        if not is_short or self._waiting.add(start, stop, value):
+            yield from self.running()
+        if not is_short:
+            yield from drop(value)
+
+    def running(self) -> Iterator[Event]:
+        """Have the sum, to add to."""
+        if self._buffer is None:
+            self._buffer = yield from make(self._token * self._waiting.rows)
+        yield from self._waiting.clear()
+
+    def write(self, first: int, last: int, *, is_short: bool) -> Iterator[Event]:
+        """Write the sum of some rows, in 16 bits if ``is_short``."""
+        for start, stop, values in self._waiting.of(first, last):
+            if is_short and values + (self._buffer is not None) > 1:
+                yield Accumulate(self._token * (stop - start))
+
+    def free(self) -> Iterator[Event]:
+        yield from self._waiting.clear()
+        yield from drop(*([self._buffer] if self._buffer else []))
 
 
 def make(num_bytes: int, ranges: Ranges = (), *, is_sum: bool = False) -> Steps[Buffer]:

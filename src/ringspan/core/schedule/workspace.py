@@ -65,6 +65,16 @@ class Taken(NamedTuple):
     """True if the partial has fewer bits than sums have."""
 
 
+class Gradients(NamedTuple):
+    """Bytes that a launch of a backward pass takes."""
+
+    most: int
+    values: tuple[int, int, int] = (0, 0, 0)
+    """The dq, dk and dv that it returns; 0 if it adds up in place."""
+    is_short: bool = False
+    """True if these have fewer bits than sums have."""
+
+
 class Kernel(Protocol):
     """Grouping of tiles, and the bytes that a launch takes beyond its inputs and sums."""
 
@@ -72,7 +82,7 @@ class Kernel(Protocol):
 
     def forward_bytes(self, launch: KernelLaunch) -> Taken: ...
 
-    def backward_bytes(self, launch: KernelLaunch) -> int: ...
+    def backward_bytes(self, launch: KernelLaunch) -> Gradients: ...
 
 
 @dataclass(frozen=True)
@@ -92,9 +102,12 @@ class Returning:
         partial = launch.num_rows * (out + lse)
         return Taken(partial, partial, is_short=shape.itemsize < shape.sum_itemsize)
 
-    def backward_bytes(self, launch: KernelLaunch) -> int:
+    def backward_bytes(self, launch: KernelLaunch) -> Gradients:
         shape = self.shape
-        return launch.num_rows * shape.query_bytes + launch.num_keys * shape.kv_numbers * shape.itemsize
+        row, key = shape.query_bytes, shape.batch * shape.kv_heads * shape.itemsize
+        key *= launch.num_keys
+        sizes = row * launch.num_rows, key * shape.head_dim, key * shape.value_dim
+        return Gradients(sum(sizes), sizes, is_short=shape.itemsize < shape.sum_itemsize)
 
 
 def merge_bytes(shape: Shape, rows: int, *, converts: bool = False) -> int:

@@ -3,13 +3,16 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ringspan.core.geometry.ranges import Ranges, size, stored
+from ringspan.torch.kernels.partials.merge import sum_many
 from ringspan.torch.kernels.partials.partial import Partial
+from ringspan.torch.kernels.partials.waiting import Waiting
 from ringspan.torch.kernels.partials.written_rows import WrittenRows
 from ringspan.torch.transport.exchange import TensorSpec
 
@@ -139,16 +142,67 @@ class RunningSum:
     def finish(self) -> Tensor:
         return self.running(slice(0, self._into.shape[2]))
 
+    def write(self, rows: slice, into: Tensor) -> None:
+        """Write the sum of some rows, 0 if nothing was added."""
+        sum_many(into, [self.running(rows)])
+
+
+class DeferredSum:
+    """The same of 16-bit values, which wait until they are summed; in float32 where too many do, or others come."""
+
+    def __init__(self, like: Tensor, dtype: torch.dtype) -> None:
+        self._make = partial(torch.empty, like.shape, dtype=dtype, device=like.device)
+        self._waiting, self._sum, self._dtype = Waiting(like.shape[2]), None, dtype
+
+    @staticmethod
+    def of(like: Tensor, dtype: torch.dtype, into: Tensor | None = None) -> "RunningSum | DeferredSum":
+        """Return a sum of values ``like`` those, in ``dtype``: ``into`` a result that has it."""
+        if like.dtype != dtype:
+            return DeferredSum(like, dtype)
+        return RunningSum(torch.empty_like(like) if into is None else into)
+
+    def add(self, rows: slice, value: Tensor) -> None:
+        if value.dtype == self._dtype:
+            self._fold().add(rows, value)
+        elif self._waiting.add(rows, value):
+            self._fold()
+
+    def running(self, rows: slice) -> Tensor:
+        return self._fold().running(rows)
+
+    def write(self, rows: slice, into: Tensor) -> None:
+        for part, values in self._waiting.of(rows):
+            before = [] if self._sum is None else [self._sum.running(part)]
+            there = slice(part.start - rows.start, part.stop - rows.start)
+            sum_many(into[:, :, there], before + [value for (value,) in values])
+
+    def _fold(self) -> RunningSum:
+        if self._sum is None:
+            self._sum = RunningSum(self._make())
+        for rows, values in self._waiting.of(self._waiting.everything):
+            for (value,) in values:
+                self._sum.add(rows, value)
+        self._waiting.clear()
+        return self._sum
+
+
+Sums = RunningSum | DeferredSum
+
 
 class GradientBlock:
     """Float32 sums of dk and dv for ranges of an owner's tokens; packed like its block if sent."""
 
-    def __init__(self, ranges: Ranges, dk: RunningSum, dv: RunningSum, buffer: Tensor | None = None) -> None:
+    def __init__(self, ranges: Ranges, dk: Sums, dv: Sums, buffer: Tensor | None = None) -> None:
         self.ranges, self._dk, self._dv, self._buffer = ranges, dk, dv, buffer
 
     @staticmethod
     def at_owner(dk: Tensor, dv: Tensor, dtype: torch.dtype) -> "GradientBlock":
         return GradientBlock(((0, dk.shape[2]),), RunningSum.to_be(dk, dtype), RunningSum.to_be(dv, dtype))
+
+    @staticmethod
+    def deferred(k: Tensor, v: Tensor, dtype: torch.dtype) -> "GradientBlock":
+        """Return the sums for gathered keys."""
+        return GradientBlock(((0, k.shape[2]),), DeferredSum.of(k, dtype), DeferredSum.of(v, dtype))
 
     @staticmethod
     def in_transit(spec: PackedSpec, make: Callable[[TensorSpec], Tensor] = TensorSpec.empty) -> "GradientBlock":
@@ -162,13 +216,18 @@ class GradientBlock:
     def running(self, rows: slice) -> tuple[Tensor, Tensor]:
         return self._dk.running(rows), self._dv.running(rows)
 
+    def write(self, rows: slice, dk: Tensor, dv: Tensor) -> None:
+        """Write the sums of rows, 0 if nothing was added."""
+        self._dk.write(rows, dk)
+        self._dv.write(rows, dv)
+
     def add_block(self, block: Block) -> None:
         for start, stop in block.ranges:
             rows = block.rows(start, stop)
             self.add(stored(self.ranges, start, stop), block.k[:, :, rows], block.v[:, :, rows])
 
     def finish(self) -> Block:
-        return Block(self.ranges, self._dk.finish(), self._dv.finish(), self._buffer)
+        return Block(self.ranges, *self.running(slice(0, size(self.ranges))), self._buffer)
 
 
 class PartialBlock:

@@ -10,10 +10,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from ringspan.core.schedule.gather import Gathered, Piece
+from ringspan.core.schedule.gather import Gathered
 from ringspan.core.schedule.steps import MESSAGES_PER_HOP
 from ringspan.torch import kernels
-from ringspan.torch.attention.block import Block, GradientBlock, PackedSpec, PartialBlock, RunningSum
+from ringspan.torch.attention.block import Block, DeferredSum, GradientBlock, PackedSpec, PartialBlock
 from ringspan.torch.attention.calls import calls_of
 from ringspan.torch.attention.comm_dtype import decode, encode, sent_as
 from ringspan.torch.attention.part import (
@@ -21,12 +21,12 @@ from ringspan.torch.attention.part import (
     Ring,
     accumulation_dtype,
     empty_like,
-    finish_keys,
     post,
     run_backward,
     run_forward,
-    store,
 )
+from ringspan.torch.kernels.partials.merge import sum_many
+from ringspan.torch.kernels.partials.waiting import Waiting
 from ringspan.torch.transport.clock import now
 from ringspan.torch.transport.exchange import COUNTERS, HopRecord
 
@@ -71,21 +71,20 @@ def backward(
     unfinished: list[Callable[[], None]] = []
     for number, heads, kv_heads, keys in _groups(ring, plan, q, k, v):
         queries = dout[:, heads], q[:, heads], out[:, heads], lse[:, heads]
-        sums = RunningSum.to_be(dq[:, heads], dtype)
-        total = GradientBlock.in_transit(PackedSpec.of(((0, plan.num_keys),), *keys, dtype), ring.exchange.empty)
+        gradients = dq[:, heads], dk[:, kv_heads], dv[:, kv_heads]
+        sums = DeferredSum.of(queries[1], dtype, gradients[0])
+        total = GradientBlock.deferred(*keys, dtype)
         (calls,) = calls_of(ring.schedule, serving, queries[1], is_backward=True)
         run_backward(ring, calls, ring.schedule.rank, heads, queries, keys, sums, total)
         del keys
-        store(sums.finish(), dq[:, heads])
+        sums.write(slice(0, q.shape[2]), gradients[0])
         del sums
-        gradients = dk[:, kv_heads], dv[:, kv_heads]
-        local = GradientBlock.at_owner(*gradients, dtype)
-        returning = _give_back(ring, plan, number, total.finish(), local)
+        finish = _give_back(ring, plan, number, total, gradients[1:], dtype)
         del total
         if unfinished:
             unfinished.pop()()
-        unfinished.append(partial(finish_keys, returning, local, gradients))
-        del returning, local
+        unfinished.append(finish)
+        del finish
     unfinished.pop()()
     return dq, dk, dv
 
@@ -133,33 +132,50 @@ def _assembled(ring: Ring, plan: Gathered, own: Block, coming: list[Coming]) -> 
 
 
 def _place(plan: Gathered, owner: int, block: Block, keys: Tensor, values: Tensor) -> None:
-    for _, start, stop, place in plan.of(owner):
-        rows, there = block.rows(start, stop), slice(place, place + stop - start)
-        keys[:, :, there].copy_(block.k[:, :, rows])
-        values[:, :, there].copy_(block.v[:, :, rows])
+    for piece in plan.of(owner):
+        rows = block.rows(piece.start, piece.stop)
+        keys[:, :, piece.places].copy_(block.k[:, :, rows])
+        values[:, :, piece.places].copy_(block.v[:, :, rows])
 
 
-def _give_back(ring: Ring, plan: Gathered, number: int, total: Block, local: GradientBlock) -> list[Coming]:
-    """Add this rank's own gradients of gathered keys to ``local``, and start sending the others'."""
-    hops, dtype = ring.schedule.hops, ring.gradient_dtype(total.k.dtype)
+def _give_back(
+    ring: Ring,
+    plan: Gathered,
+    number: int,
+    total: GradientBlock,
+    gradients: tuple[Tensor, Tensor],
+    dtype: torch.dtype,
+) -> Callable[[], None]:
+    """Start to send gradients of gathered keys to their owners; return a call that fills this rank's own."""
+    hops, k, v = ring.schedule.hops, *gradients
+    waiting = Waiting(k.shape[2])
+    own = tuple(x if x.dtype == dtype else torch.empty_like(x, dtype=dtype) for x in gradients)
     for piece in plan.of(ring.schedule.rank):
-        _, start, stop, _ = piece
-        local.add(slice(start, stop), *_of_piece(total, piece))
+        rows = slice(piece.start, piece.stop)
+        mine = own[0][:, :, rows], own[1][:, :, rows]
+        total.write(piece.places, *mine)
+        waiting.add(rows, *mine)
     sends: list[tuple[int, Block]] = []
     for hop in hops[1:]:
         if hop.gradient_to_owner:
-            block = PackedSpec.of(hop.gradient_to_owner, total.k, total.v, dtype)
-            packed = block.on(ring.exchange.empty(block.buffer_spec))
+            spec = PackedSpec.of(hop.gradient_to_owner, k, v, ring.gradient_dtype(dtype))
+            packed = spec.on(ring.exchange.empty(spec.buffer_spec))
             for piece in plan.of(hop.owner):
-                _, start, stop, _ = piece
-                dk, dv = _of_piece(total, piece)
-                packed.k[:, :, packed.rows(start, stop)].copy_(dk)
-                packed.v[:, :, packed.rows(start, stop)].copy_(dv)
+                rows = packed.rows(piece.start, piece.stop)
+                total.write(piece.places, packed.k[:, :, rows], packed.v[:, :, rows])
             sends.append((hop.owner, packed))
-    receives = [(peer, PackedSpec.of(r, total.k, total.v, dtype)) for peer, r in (h.from_visitor for h in hops[1:])]
-    return post(ring, sends, receives, MESSAGES_PER_HOP * number + 1)
+    visitors = (hop.from_visitor for hop in hops[1:])
+    receives = [(peer, PackedSpec.of(ranges, k, v, ring.gradient_dtype(dtype))) for peer, ranges in visitors]
+    return partial(_finish, post(ring, sends, receives, MESSAGES_PER_HOP * number + 1), waiting, gradients)
 
 
-def _of_piece(total: Block, piece: Piece) -> tuple[Tensor, Tensor]:
-    rows = slice(piece.place, piece.place + piece.stop - piece.start)
-    return total.k[:, :, rows], total.v[:, :, rows]
+def _finish(coming: list[Coming], waiting: Waiting, gradients: tuple[Tensor, Tensor]) -> None:
+    """Add other ranks' gradients of this rank's keys to its own, and fill dk and dv."""
+    for each in coming:
+        if (block := each.wait()) is not None:
+            for start, stop in block.ranges:
+                rows = block.rows(start, stop)
+                waiting.add(slice(start, stop), block.k[:, :, rows], block.v[:, :, rows])
+    for rows, values in waiting.of(waiting.everything):
+        for number, gradient in enumerate(gradients):
+            sum_many(gradient[:, :, rows], [each[number] for each in values])

@@ -11,7 +11,7 @@ from torch import Tensor
 from ringspan.core.schedule.choice import head_groups
 from ringspan.core.schedule.kernel_launches import KernelLaunch
 from ringspan.core.schedule.schedule import Schedule
-from ringspan.torch.attention.block import Block, GradientBlock, PackedSpec, PartialBlock, RunningSum
+from ringspan.torch.attention.block import Block, GradientBlock, PackedSpec, PartialBlock, Sums
 from ringspan.torch.attention.calls import Calls
 from ringspan.torch.attention.spec import AttentionSpec
 from ringspan.torch.kernels.contract import BackwardInputs
@@ -144,7 +144,7 @@ def run_backward(
     heads: slice,
     queries: tuple[Tensor, Tensor, Tensor, Tensor],
     keys: tuple[Tensor, Tensor],
-    dq: RunningSum,
+    dq: Sums,
     total: GradientBlock,
 ) -> None:
     """Add the gradients of launches to dq and to dk and dv; ``queries`` are dout, q, out and lse."""

@@ -15,9 +15,27 @@ def merge_into(out: Tensor, lse: Tensor, new_out: Tensor, new_lse: Tensor) -> No
     torch.logaddexp(lse, new_lse.to(lse.dtype), out=lse)
 
 
-def merge_many(
-    out: Tensor, lse: Tensor, partials: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None = None
-) -> None:
+def sum_many(total: Tensor, values: Sequence[Tensor]) -> None:
+    """Write the sum of values of any dtypes, each read once, into ``total``, rounded once; the first may be itself."""
+    if not values:
+        total.zero_()
+    elif len(values) > 1 and runs_triton(total) and total.dtype != torch.float64:
+        from ringspan.torch.kernels.partials import triton_merge
+
+        triton_merge.sum_many(total, values)
+    else:
+        first, *others = values
+        is_exact = not others or total.dtype.itemsize >= torch.float32.itemsize
+        sums = total if is_exact else torch.empty_like(total, dtype=torch.float32)
+        if sums.data_ptr() != first.data_ptr():
+            sums.copy_(first)
+        for other in others:
+            sums.add_(other)
+        if sums is not total:
+            total.copy_(sums)
+
+
+def merge_many(out: Tensor, lse: Tensor, partials: Sequence[tuple[Tensor, ...]], sinks: Tensor | None = None) -> None:
     """Write the merge of partials, each read once, into (out, lse): shapes (B, H, rows, E) and (B, H, rows).
 
         lse = logsumexp_i(lse_i, sink),  out = sum_i exp(lse_i - lse) out_i
@@ -41,7 +59,7 @@ def merge_many(
         _merge_many(out, lse, partials, sinks)
 
 
-def _merge_many(out: Tensor, lse: Tensor, partials: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None) -> None:
+def _merge_many(out: Tensor, lse: Tensor, partials: Sequence[tuple[Tensor, ...]], sinks: Tensor | None) -> None:
     logits = [each for _, each in partials]
     if sinks is not None:
         logits.append(sinks.to(lse.dtype)[:, None].expand_as(lse))

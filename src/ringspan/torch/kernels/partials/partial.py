@@ -1,13 +1,11 @@
 """The running (out, lse) of a rank's queries."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from ringspan.core.schedule.merging import is_full, segments
 from ringspan.torch.kernels.device import runs_triton
 from ringspan.torch.kernels.partials.merge import merge_into, merge_many
+from ringspan.torch.kernels.partials.waiting import Waiting
 from ringspan.torch.kernels.partials.written_rows import WrittenRows
 
 Rows = tuple[Tensor, Tensor]
@@ -25,7 +23,7 @@ class Partial:
     def of(out: Tensor, lse: Tensor) -> "Partial | Deferred":
         return Partial(out, lse) if out.dtype == lse.dtype else Deferred(out, lse)
 
-    def merge(self, rows: slice, *partials: Rows) -> None:
+    def merge(self, rows: slice, *partials: tuple[Tensor, ...]) -> None:
         """Merge partials of rows; out 0 and lse -inf where a row saw nothing."""
         mine = self._out[:, :, rows], self._lse[:, :, rows]
         missing = self._rows.touch(rows)
@@ -64,51 +62,33 @@ class Deferred:
     """16-bit result, written once from float32 sums of waiting partials; if too many wait, they add up first."""
 
     def __init__(self, out: Tensor, lse: Tensor) -> None:
-        self._result, self._lse, self._count = out, lse, out.shape[2]
-        self._waiting: list[tuple[tuple[int, int], Rows]] = []
-        self._num_waiting = 0  # rows
+        self._result, self._lse = out, lse
+        self._waiting = Waiting(out.shape[2])
         self._sums: Partial | None = None
 
     def merge(self, rows: slice, partial: Rows) -> None:
         if partial[0].dtype == self._lse.dtype:
             self._fold().merge(rows, partial)
-            return
-        self._waiting.append(((rows.start, rows.stop), partial))
-        self._num_waiting += rows.stop - rows.start
-        if is_full(self._num_waiting, self._count):
+        elif self._waiting.add(rows, *partial):
             self._fold()
 
     def running(self, rows: slice) -> Rows:
         return self._fold().running(rows)
 
     def finish(self, sinks: Tensor | None = None) -> None:
-        everything = slice(0, self._count)
-        sums = None if self._sums is None else self._sums.running(everything)
-        for rows, partials in self._segments():
+        sums = None if self._sums is None else self._sums.running(self._waiting.everything)
+        for rows, partials in self._waiting.of(self._waiting.everything):
             before = [] if sums is None else [(sums[0][:, :, rows], sums[1][:, :, rows])]
             merge_many(self._result[:, :, rows], self._lse[:, :, rows], [*before, *partials], sinks)
         self._waiting.clear()
-        self._num_waiting = 0
 
     def _fold(self) -> Partial:
         if self._sums is None:  # tokens before heads, as the flash kernels store what they return
             like = self._result.transpose(1, 2)
             sums = torch.empty_like(like, dtype=self._lse.dtype, memory_format=torch.contiguous_format)
             self._sums = Partial(sums.transpose(1, 2), self._lse)
-        for rows, partials in self._segments():
+        for rows, partials in self._waiting.of(self._waiting.everything):
             if partials:
                 self._sums.merge(rows, *partials)
         self._waiting.clear()
-        self._num_waiting = 0
         return self._sums
-
-    def _segments(self) -> Sequence[tuple[slice, list[Rows]]]:
-        found: list[tuple[slice, list[Rows]]] = []
-        for start, stop, numbers in segments(tuple(ends for ends, _ in self._waiting), self._count):
-            partials: list[Rows] = []
-            for number in numbers:
-                (first, _), (out, lse) = self._waiting[number]
-                within = slice(start - first, stop - first)
-                partials.append((out[:, :, within], lse[:, :, within]))
-            found.append((slice(start, stop), partials))
-        return found

@@ -1,4 +1,4 @@
-"""Merge of partials (``ringspan.core.softmax``) as one Triton pass over all of them. Requires Triton."""
+"""Merge of partials (``ringspan.core.softmax``), or a sum, as one Triton pass over all of them. Requires Triton."""
 # Triton compiles this function; as Python it would not type.
 # pyright: reportCallIssue=false
 
@@ -17,7 +17,7 @@ MAX_PARTIALS = 8
 
 
 @triton.jit(do_not_specialize=OF_BATCH, do_not_specialize_on_alignment=OF_ROWS)
-def _merge(
+def _merge(  # the sum of ``outs`` where there is no lse
     out, lse, outs, lses, places, sinks,
     rows, size, heads,
     out_b, out_h, out_t, lse_b, lse_h, lse_t,
@@ -37,26 +37,30 @@ def _merge(
     mixed = tl.zeros([ROWS, SIZE], tl.float32)
     for i in tl.static_range(PARTIALS):
         at = places + 8 * i
-        mine = tl.load(at + 4) + batch * tl.load(at + 5) + head * tl.load(at + 6) + row * tl.load(at + 7)
-        new = tl.load(lses[i] + mine, mask=is_row, other=-float("inf"))
-        higher = tl.maximum(top, new)
-        base = tl.where(higher == -float("inf"), 0.0, higher)  # nothing seen yet
-        old_share, new_share = tl.exp(top - base), tl.exp(new - base)
+        if lse is not None:
+            mine = tl.load(at + 4) + batch * tl.load(at + 5) + head * tl.load(at + 6) + row * tl.load(at + 7)
+            new = tl.load(lses[i] + mine, mask=is_row, other=-float("inf"))
+            higher = tl.maximum(top, new)
+            base = tl.where(higher == -float("inf"), 0.0, higher)  # nothing seen yet
+            old_share, new_share = tl.exp(top - base), tl.exp(new - base)
         mine = tl.load(at) + batch * tl.load(at + 1) + head * tl.load(at + 2) + row * tl.load(at + 3)
         values = tl.load(outs[i] + mine[:, None] + column[None, :], mask=inside, other=0.0).to(tl.float32)
-        mixed = mixed * old_share[:, None] + values * new_share[:, None]
-        total = total * old_share + new_share
-        top = higher
-    mixed = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
+        if lse is None:
+            mixed += values
+        else:
+            mixed = mixed * old_share[:, None] + values * new_share[:, None]
+            total = total * old_share + new_share
+            top = higher
+    if lse is not None:
+        mixed = mixed / tl.where(total > 0.0, total, 1.0)[:, None]
     out_at = out + batch * out_b + head * out_h + row[:, None] * out_t + column[None, :]
     tl.store(out_at, mixed.to(out.dtype.element_ty), mask=inside)
-    lse_at = lse + batch * lse_b + head * lse_h + row * lse_t
-    tl.store(lse_at, tl.where(total > 0.0, top + tl.log(total), -float("inf")), mask=is_row)
+    if lse is not None:
+        lse_at = lse + batch * lse_b + head * lse_h + row * lse_t
+        tl.store(lse_at, tl.where(total > 0.0, top + tl.log(total), -float("inf")), mask=is_row)
 
 
-def merge_many(
-    out: Tensor, lse: Tensor, partials: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None = None
-) -> None:
+def merge_many(out: Tensor, lse: Tensor, partials: Sequence[tuple[Tensor, ...]], sinks: Tensor | None = None) -> None:
     """Write the merge of partials in any dtypes into (out, lse), in float32 registers; see ``merge.merge_many``.
 
     Out (B, H, rows, E) has a contiguous last dimension, lse (B, H, rows) is float32; any other strides.
@@ -66,15 +70,31 @@ def merge_many(
         sums = torch.empty_like(out, dtype=lse.dtype), torch.empty_like(lse)
         merge_many(*sums, partials[:MAX_PARTIALS])
         partials = [sums, *partials[MAX_PARTIALS:]]
-    given = [(one if one.stride(-1) == 1 else one.contiguous(), of_rows) for one, of_rows in partials]
-    places = tuple(place for pair in given for x in pair for place in (x.storage_offset(), *x.stride()[:3]))
-    outs, lses = (tuple(x.as_strided((1,), (1,), 0) for x in each) for each in zip(*given, strict=True))
+    _run(out, lse, *zip(*partials, strict=True), sinks)
+
+
+def sum_many(total: Tensor, values: Sequence[Tensor]) -> None:
+    """Write the sum of values (B, H, rows, E) in any dtypes into ``total``; see ``merge.sum_many``."""
+    while len(values) > MAX_PARTIALS:
+        some = torch.empty_like(total, dtype=torch.float32)
+        _run(some, None, values[:MAX_PARTIALS])
+        values = [some, *values[MAX_PARTIALS:]]
+    _run(total, None, values)
+
+
+def _run(
+    out: Tensor, lse: Tensor | None, outs: Sequence[Tensor], lses: Sequence[Tensor] = (), sinks: Tensor | None = None
+) -> None:
+    outs = [one if one.stride(-1) == 1 else one.contiguous() for one in outs]
+    pairs = zip(outs, lses or outs, strict=True)
+    places = tuple(place for pair in pairs for x in pair for place in (x.storage_offset(), *x.stride()[:3]))
+    outs, lses = ([x.as_strided((1,), (1,), 0) for x in each] for each in (outs, lses))
     batch, heads, rows, size = out.shape
     block = max(1, 4096 // triton.next_power_of_2(size))
     _merge[(triton.cdiv(rows, block), batch * heads)](
-        out, lse, outs, lses, _table(places, out.device), sinks, rows, size, heads,
-        *out.stride()[:3], *lse.stride(),
-        ROWS=block, SIZE=triton.next_power_of_2(size), PARTIALS=len(given), num_warps=4,
+        out, lse, tuple(outs), tuple(lses), _table(places, out.device), sinks, rows, size, heads,
+        *out.stride()[:3], *((0, 0, 0) if lse is None else lse.stride()),
+        ROWS=block, SIZE=triton.next_power_of_2(size), PARTIALS=len(outs), num_warps=4,
     )  # fmt: skip
 
 

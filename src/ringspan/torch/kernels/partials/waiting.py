@@ -1,0 +1,34 @@
+"""Values that wait for others of the same rows, so that what they make together is written once."""
+
+from collections.abc import Iterator
+
+from torch import Tensor
+
+from ringspan.core.schedule.merging import is_full, segments
+
+
+class Waiting:
+    """Values of rows of a result, each a few tensors (B, heads, rows, ...)."""
+
+    def __init__(self, rows: int) -> None:
+        self.everything = slice(0, rows)
+        self._ends: list[tuple[int, int]] = []
+        self._values: list[tuple[Tensor, ...]] = []
+
+    def add(self, rows: slice, *values: Tensor) -> bool:
+        """Have the values of some rows wait; return True if too many do."""
+        self._ends.append((rows.start, rows.stop))
+        self._values.append(values)
+        return is_full(sum(stop - start for start, stop in self._ends), self.everything.stop)
+
+    def of(self, rows: slice) -> Iterator[tuple[slice, list[tuple[Tensor, ...]]]]:
+        """Yield all parts of some rows, and the values of each."""
+        for start, stop, numbers in segments(tuple(self._ends), self.everything.stop):
+            first, last = max(start, rows.start), min(stop, rows.stop)
+            if first < last:
+                cuts = [(slice(first - self._ends[n][0], last - self._ends[n][0]), self._values[n]) for n in numbers]
+                yield slice(first, last), [tuple(x[:, :, within] for x in values) for within, values in cuts]
+
+    def clear(self) -> None:
+        self._ends.clear()
+        self._values.clear()
