@@ -101,6 +101,8 @@ def merge(quick: bool) -> dict[str, Any]:
         found["fused_bytes_per_second"] = moved / found["fused_seconds"]
         found["of_eight_seconds"] = _seconds(lambda: triton_merge.merge_many(result, lse, many))
         found["of_eight_bytes_per_second"] = 9 * (new.nbytes + lse.nbytes) / found["of_eight_seconds"]
+        found["sum_of_eight_seconds"] = _seconds(lambda: triton_merge.sum_many(result, [new] * 8))
+        found["sum_of_eight_bytes_per_second"] = 9 * new.nbytes / found["sum_of_eight_seconds"]
     return found
 
 
@@ -116,18 +118,41 @@ def _ring(**changes: Any) -> Callable[[bool], dict[str, Any]]:
     return measure
 
 
-def changing_documents(quick: bool) -> dict[str, Any]:
+def changing_documents(**changes: Any) -> Callable[[bool], dict[str, Any]]:
     """Wall seconds of a pass over new documents, and over the same ones again."""
-    found: dict[str, dict[str, list[float]]] = {"new": {}, "again": {}}
-    size: dict[str, Any] = {"tokens": 16, "heads": 2, "kv_heads": 1, "head_dim": 16} if quick else {}
-    for draw in range(2 if quick else 8):
-        mask = documents(128, 32, draw) if quick else documents(65536, 2048, draw)
-        one = PlayedRank(RingCase(mask=mask, error_ranks=(), **size))
-        for when, times in found.items():
-            with torch.no_grad():
-                for kind, call in one.passes(is_moving=True, is_warm=when == "again").items():
-                    times.setdefault(kind, []).append(timed(call, one.device))
-    return {when: {kind: median(seconds[1:]) for kind, seconds in times.items()} for when, times in found.items()}
+
+    def measure(quick: bool) -> dict[str, Any]:
+        found: dict[str, dict[str, list[float]]] = {"new": {}, "again": {}}
+        sizes = changes
+        if quick:
+            sizes = changes | {"tokens": 16, "heads": 2, "kv_heads": 1, "head_dim": 16, "kernel": "auto"}
+        for draw in range(2 if quick else 8):
+            mask = documents(128, 32, draw) if quick else documents(65536, 2048, draw)
+            one = PlayedRank(RingCase(mask=mask, error_ranks=(), **sizes))
+            for when, times in found.items():
+                with torch.no_grad():
+                    for kind, call in one.passes(is_moving=True, is_warm=when == "again").items():
+                        times.setdefault(kind, []).append(timed(call, one.device))
+        return {when: {kind: median(each[1:]) for kind, each in times.items()} for when, times in found.items()}
+
+    return measure
+
+
+def profile(quick: bool) -> dict[str, Any]:
+    """Operators and kernels of a balanced pass over documents by FlashAttention 2, by torch's profiler."""
+    size: dict[str, Any] = {"tokens": 16, "heads": 2, "kv_heads": 1, "head_dim": 16, "mask": "documents:9,40,70,9"}
+    if not quick:
+        size = {"kernel": "flash", "mask": documents(65536, 2048)}
+    calls = PlayedRank(RingCase(layout="balanced", error_ranks=(), **size)).passes(is_moving=True)
+    found: dict[str, Any] = {}
+    with torch.no_grad():
+        for kind, call in calls.items():
+            call()
+            with torch.profiler.profile() as profiler:
+                call()
+            order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
+            found[kind] = profiler.key_averages().table(sort_by=order, row_limit=25).splitlines()
+    return found
 
 
 def documents(total: int, mean: int, seed: int = 0) -> str:
@@ -167,6 +192,14 @@ STEPS: Final = {
     "llama-4x32k-compile": Step(ring=4, tokens=32768, compile=True),
     "llama-8x64k-offload": Step(ring=8, tokens=65536, offload="activations", repeats=1),
 }
+_GATHERED: Final[dict[str, dict[str, Any]]] = {
+    "ring-8k": {},
+    **{f"ring-8k-rank{rank}": {"rank": rank, "repeats": 3} for rank in (3, 7)},
+    "ring-window": {"mask": "window:4096"},
+    "ring-documents": {"mask": documents(65536, 2048)},
+    "ring-documents-balanced": {"mask": documents(65536, 2048), "layout": "balanced"},
+    "ring-32k": {"tokens": 32768, "repeats": 3},
+}
 ROWS: Final[dict[str, Row]] = {
     "facts": facts,
     "kernel-errors": kernel_errors,
@@ -175,11 +208,15 @@ ROWS: Final[dict[str, Row]] = {
     "errors-by-ranks": errors_by_ranks,
     "ring-documents": _ring(mask=documents(65536, 2048)),
     "ring-documents-balanced": _ring(mask=documents(65536, 2048), layout="balanced"),
-    "ring-documents-changing": changing_documents,
+    "ring-documents-changing": changing_documents(),
     "ring-window": _ring(mask="window:4096"),
     **{f"ring-8k-rank{rank}": _ring(rank=rank, repeats=3) for rank in (3, 7)},
     "ring-8k-triton": _ring(kernel="triton", repeats=3),
     "ring-32k": _ring(tokens=32768, repeats=3),
+    **{name.replace("ring", "gathered"): _ring(route="all-gather", **changes) for name, changes in _GATHERED.items()},
+    "gathered-documents-changing": changing_documents(route="all-gather"),
+    "documents-changing-cudnn": changing_documents(kernel="cudnn"),
+    "profile-balanced": profile,
     **{case.name: compare(case) for case in (*_cases(128), *_cases(64), *_FLEX)},
     **{name: measured(step) for name, step in STEPS.items()},
     "ring-8k-flash": _ring(kernel="flash", repeats=3),

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as gpu
+from benchmarks.gpu import session
 from benchmarks.gpu.rows import ROWS, documents
 
 
@@ -87,3 +88,31 @@ def test_it_refuses_politely(tmp_path):
 def test_documents_fill_the_sequence_around_their_mean():
     lengths = [int(length) for length in documents(65536, 2048).removeprefix("documents:").split(",")]
     assert sum(lengths) == 65536 and 1800 < sum(lengths) / len(lengths) < 2300 and min(lengths) > 0
+
+
+def test_a_session_follows_its_rules(tmp_path, monkeypatch):
+    """Documents that take too long bring the profile forward; tests that fail end it; unmeasured rows are named."""
+    taken, codes = [], {"pytest": 0}
+
+    def run(module, *arguments, seconds):
+        if module == "benchmarks.gpu":
+            name = arguments[arguments.index("--name") + 1]
+            taken.append(name.removeprefix("quick-session-"))
+            slow = {"device_seconds": {"ring": {"forward": 2e-3, "backward": 1e-3}}}
+            rows = {row: {"result": slow} for row in arguments[1].split(",") if row.startswith("ring")}
+            (tmp_path / f"{name}.json").write_text(json.dumps({"rows": rows}))
+        return codes.get(module, 0)
+
+    monkeypatch.setattr(session, "_run", run)
+    asked = ["--quick", "--output", str(tmp_path), "--steps"]
+    session.main([*asked, ",".join(session.STEPS)])
+    assert taken == ["ring", "profile", "kernels", "gathered", "steps"]
+    rules = json.loads((tmp_path / "quick-session.json").read_text())["verdicts"]["ring"]["rules"].values()
+    assert list(rules) == ["yes", "no: look at the profile first", "not measured: merge"]
+    assert all(name in ROWS for step in session.STEPS.values() for name in step.rows)
+    taken.clear()
+    codes["pytest"] = 1
+    session.main([*asked, "tests,ring"])
+    assert not taken
+    with pytest.raises(SystemExit, match="no step is called abacus"):
+        session.main([*asked, "abacus"])

@@ -32,6 +32,11 @@ def test_a_case_is_measured(mask, rank):
         assert max(row[name] for name in ("out", "dq", "alone_out", "alone_dq")) < 3e-6
 
 
+def test_gathered_passes_are_rehearsed():
+    result = bench.run(bench.replace(SMALL, route="all-gather", error_ranks=()))
+    assert all(result["efficiency"][kind] > 0 for kind in ("forward", "backward"))
+
+
 def test_the_single_sequence_has_as_many_pairs_as_the_rank():
     one = bench.PlayedRank(bench.replace(SMALL, tokens=512))
     assert 0 <= one.single.num_pairs / one.schedule.num_pairs - 1 < 0.01
