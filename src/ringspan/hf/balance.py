@@ -21,11 +21,7 @@ _COUNTED: Final = frozenset({"transformers.trainer.Trainer", "trl.trainer.sft_tr
 
 
 class EvenSampler(Sampler[int]):
-    """Another sampler's examples, moved within their steps so that replicas have similar work.
-
-    A step keeps its examples, and so loss and gradients. ``shape``: micro-steps, replicas and examples per replica of a
-    step; a partial last step stays as it is.
-    """
+    """Another sampler's examples, evened within steps of ``shape`` (micro-steps, replicas, examples per replica)."""
 
     def __init__(self, base: Any, work: Callable[[int], int], shape: tuple[int, int, int]) -> None:
         self._base, self._work, self._shape = base, work, shape

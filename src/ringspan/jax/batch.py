@@ -22,11 +22,7 @@ _KEYS: Final = ("input_ids", "labels", "shift_labels")
 
 
 def shard(x: Any, layout: Layout, dim: int, *, value: float = 0) -> Array:
-    """``pad(x, value)[permutation]`` along ``dim``: what a mesh axis splits into the ranks' shards.
-
-    Raises:
-        LayoutError: no layout, or not ``layout.length`` entries along ``dim``.
-    """
+    """``pad(x, value)[permutation]`` along ``dim``, for a mesh axis to split; LayoutError for another length."""
     x = jnp.asarray(x)
     check_sharding(x.shape, layout, dim)
     if x.shape[dim] != layout.length:
@@ -37,11 +33,7 @@ def shard(x: Any, layout: Layout, dim: int, *, value: float = 0) -> Array:
 
 
 def unshard(x: Any, layout: Layout, dim: int) -> Array:
-    """Invert ``shard``: in order, without padding.
-
-    Raises:
-        LayoutError: no layout, or not ``layout.padded_length`` entries along ``dim``.
-    """
+    """Invert ``shard``: in order, without padding; LayoutError unless ``layout.padded_length`` entries come."""
     x = jnp.asarray(x)
     check_sharding(x.shape, layout, dim)
     if x.shape[dim] != layout.padded_length:

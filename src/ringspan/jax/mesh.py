@@ -17,11 +17,7 @@ TOKEN_AXES: Final = ("dp", "fsdp", "sp")  # over which its tokens are
 
 
 def init_mesh(*, dp: int = 1, fsdp: int = 1, tp: int = 1, sp: int = 1) -> Mesh:
-    """Build a mesh of ``dp x fsdp x tp x sp`` devices; neighbours on the ring are neighbouring devices.
-
-    Raises:
-        LayoutError: a size that is not an integer or below one, or more devices than exist.
-    """
+    """Build a mesh of ``dp x fsdp x tp x sp`` devices, ring neighbours adjacent; LayoutError for bad sizes."""
     sizes = (dp, fsdp, tp, sp)
     for name, size in zip(AXES, sizes, strict=True):
         if integer(size, name, LayoutError) < 1:

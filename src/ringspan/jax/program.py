@@ -1,7 +1,6 @@
 """The schedule as data: one program for all ranks looks up its chunk pairs by rank and hop.
 
-A block (queries of a rank, keys of another) becomes two short lists: runs of FULL chunk pairs, and partly filled ones.
-Equal lists are shared: causal attention takes three on any number of ranks.
+A block becomes runs of FULL chunk pairs and partly filled ones; equal lists are shared (causal: three on any ring).
 """
 
 from collections.abc import Callable, Hashable, Sequence

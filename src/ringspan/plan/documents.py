@@ -66,11 +66,7 @@ def read_documents(text: str, length: int) -> tuple[int, ...]:
 
 
 def compare_layouts(question: Question, setting: Setting, lengths: tuple[int, ...]) -> list[LayoutCost]:
-    """Return a plan's step on every layout, by its own route and those that suit documents, the fastest first.
-
-    Striped ones must save three percent: kernels are slower on their tiles than this model knows. ConfigError for more
-    than 64 ranks, UnsupportedError for states or towers.
-    """
+    """Return a plan's step on every layout and route for documents, the fastest first (striped: 3% later)."""
     if question.shape.has_states or question.shape.sees:
         what = "towers" if question.shape.sees else "layers with states"
         raise UnsupportedError(

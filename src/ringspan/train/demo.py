@@ -90,11 +90,7 @@ def training_config(options: DemoOptions) -> TrainConfig:
 
 
 def prove(folder: str, options: DemoOptions, say: Say = lambda line: None) -> dict[str, Any]:
-    """Compare a batch's loss and gradients with transformers' own attention on rank 0; every rank calls it.
-
-    Relative differences are ``||ring - one|| / ||one||``; ``worst_error`` compares both with float64, since a gradient
-    that nearly cancels differs by rounding alone.
-    """
+    """Compare a batch's loss and gradients with transformers' attention on rank 0, and both with float64."""
     say(f"loss and gradients of {options.length:,} tokens on the ring of {dist.get_world_size()}")
     tokens = _text_tokens(folder, options.length).to(local_device())
     batch = {"input_ids": tokens, "labels": tokens}

@@ -1,8 +1,4 @@
-"""Joint decision of all ranks before a step is applied, by one small all-reduce.
-
-NaN or Inf, a spike, a stop request and the step number form one vector, reduced by maximum: all ranks skip or stop at
-the same step, or notice that they are at different ones.
-"""
+"""Joint decision of all ranks before a step is applied: flags and step number, reduced by maximum once."""
 
 import itertools
 import math

@@ -12,11 +12,7 @@ from ringspan.core.messages.extras import installed, remedy
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """One optimizer step of the whole run.
-
-    ``peak_bytes``: the largest rank's; ``matmul_utilization``: model FLOP/s over ``measure_flops`` of all ranks (MFU
-    would be over the data sheet's).
-    """
+    """One step of the whole run; ``matmul_utilization`` is model FLOP/s over all ranks' ``measure_flops``, not MFU."""
 
     step: int
     loss: float

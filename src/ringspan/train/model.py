@@ -94,11 +94,7 @@ _ROPE_TYPES: Final = ("linear", "dynamic", "yarn", "llama3", "longrope")
 
 
 def scale_rope(model_config: PreTrainedConfig, rope: dict[str, Any]) -> None:
-    """Scale a config's rotary positions in place, in transformers' terms.
-
-    ``factor`` times the trained length (``original_max_position_embeddings`` if set) becomes
-    ``max_position_embeddings``, except for ``dynamic``, which derives it.
-    """
+    """Scale a config's rotary positions in place, to ``factor`` times the trained length (``dynamic`` derives it)."""
     kind, factor = rope.get("type"), rope.get("factor")
     if kind not in _ROPE_TYPES:
         raise ConfigError(f"model.rope.type = {kind!r}: choose one of {', '.join(_ROPE_TYPES)}")

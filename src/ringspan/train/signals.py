@@ -1,7 +1,6 @@
 """Stop requests: SIGTERM, SIGINT or SIGUSR1 set a flag, from which ranks agree on one step that all save.
 
-Python's handler waits until the main thread returns from C, perhaps a minute of backward; a thread hears each signal
-too, answers at once, and ends a rank that is asked to abort.
+Python's handler may wait a minute of backward for C; a thread hears signals at once, and ends an aborted rank.
 """
 
 import os

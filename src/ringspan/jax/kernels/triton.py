@@ -1,7 +1,7 @@
-"""Attention of a block of queries to a block of keys by ``ringspan.gpu``'s Triton programs, through jax-triton.
+"""Attention of a block of queries to a block of keys by ``ringspan.gpu``'s programs, through jax-triton.
 
-A launch computes a block's tiles from the table of rank and hop; a running (out, lse) goes in and comes out, in arrays
-of their own: that all jax-triton versions support. Names as in ``xla``.
+A launch takes a block's tiles from the table of rank and hop; (out, lse) go in and out as separate arrays, which all
+jax-triton versions support. Names as in ``xla``.
 """
 
 from dataclasses import dataclass

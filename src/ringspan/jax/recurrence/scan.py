@@ -1,7 +1,6 @@
-"""Traffic between spans (chunks of consecutive tokens): states, their maps, inputs before a span.
+"""Traffic between spans: states, their maps, inputs before a span. N ranks, n local spans, M = N n spans.
 
-All ranks run one program: a round of the scan is a ``ppermute`` per pair of local spans that exchange. N ranks, n local
-spans, M = N n spans.
+All ranks run one program: a round of the scan is a ``ppermute`` per pair of local spans that exchange.
 """
 
 from collections.abc import Iterator

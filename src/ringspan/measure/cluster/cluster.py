@@ -51,11 +51,7 @@ def versions() -> dict[str, str | None]:
 
 
 def examine_ranks(group: dist.ProcessGroup) -> dict[str, Any]:
-    """Return all ranks' facts, links and clocks, on every rank.
-
-    ``bandwidth_bytes_per_second``: the slowest rank's when all send to the next at once, as in a ring, None for a
-    single rank; a link's is what it reaches by itself.
-    """
+    """Return all ranks' facts, links and clocks, on every rank; the bandwidth is the slowest's when all send."""
     ranks, facts = dist.get_world_size(group), gather(_facts(), group)
     offsets, uncertainty = clock_offsets(group)
     return {

@@ -96,11 +96,7 @@ def measure_speeds(device: torch.device) -> list[dict[str, Any]]:
 
 
 def report(examined: dict[str, Any] | None, failures: Iterable[Problem] = ()) -> dict[str, Any]:
-    """Return what this machine has, what its ranks found out, and all problems.
-
-    ``flops``: bfloat16 matrix products on the slowest rank; ``min_block_tokens``: F/B, from which a block's computation
-    hides its travel.
-    """
+    """Return what this machine has, its ranks found, and all problems; ``min_block_tokens``: F/B of the slowest."""
     device = local_device()
     problems = [*_problems_here(device), *failures]
     speeds = examined["speeds"] if examined else [measure_speeds(device)]

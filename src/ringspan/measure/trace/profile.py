@@ -1,8 +1,4 @@
-"""Memory timeline of a rank's real step, and hop timeline of the next, by hooks: any loop can be profiled.
-
-Two steps run under the memory tracker (FSDP makes its buffers in the first, the optimizer its state), which slows them;
-the third, whose seconds are shown, without.
-"""
+"""Memory timeline of a rank's second step and hop timeline of its third, by hooks: any loop can be profiled."""
 
 import time
 from collections.abc import Callable, Iterator

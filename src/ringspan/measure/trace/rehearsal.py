@@ -1,8 +1,4 @@
-"""One rank of many on the one device at hand: real tensors and kernels, made-up neighbours.
-
-Collectives are answered with this rank's data, arriving blocks are random: loss and gradients mean nothing, but every
-buffer and kernel is real.
-"""
+"""One rank of many on one device: real tensors, kernels and buffers, made-up neighbours, meaningless losses."""
 
 import os
 import time

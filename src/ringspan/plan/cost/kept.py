@@ -1,8 +1,4 @@
-"""Bytes that each kind of layer keeps for backward, per token or per sequence's states.
-
-Recurrences count as fused kernels hold them: inputs, result, states between chunks. Transformers' PyTorch code holds
-more.
-"""
+"""Bytes that each kind of layer keeps for backward, as fused kernels hold recurrences (PyTorch code holds more)."""
 
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.cost.states import span_states

@@ -1,7 +1,6 @@
 """Seconds and bytes of layers with a state, and of convolutions, over the spans of a ring.
 
-Forward computes a span that takes a state twice, from zero and from that state; backward once more, and its gradients,
-which take twice as long.
+Forward computes a span twice, from zero and from its state; backward once more, and gradients in twice the time.
 """
 
 from functools import lru_cache

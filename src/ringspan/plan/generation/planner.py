@@ -24,12 +24,7 @@ _MOST: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class TextQuestion:
-    """``batch`` prompts of ``prompt`` tokens, answered at once with ``new_tokens`` each.
-
-    Raises:
-        ConfigError: an impossible number, or a device of unknown memory bandwidth, by which tokens are timed.
-        UnsupportedError: a model whose layers have states.
-    """
+    """``batch`` prompts of ``prompt`` tokens, answered at once with ``new_tokens`` each; raises for bad ones."""
 
     shape: ModelShape
     device: Device

@@ -36,13 +36,9 @@ MODELS: Final = {name: _shape(name, row) for name, row in _ROWS.items() if "shap
 
 
 def model_shape(text: str, media: Media = NO_MEDIA, dtype: str = "bfloat16") -> ModelShape:
-    """Return the shape by built-in name, config.json (or its folder) or Hugging Face id.
+    """Return the shape by built-in name, config.json (or its folder) or Hugging Face id; raise if unknown or not read.
 
     ``media`` is what each sequence holds besides text, for towers that compute in ``dtype``.
-
-    Raises:
-        ConfigError: an unknown name (near ones are listed), or a config that cannot be read.
-        UnsupportedError: a model whose parts this does not know.
     """
     path = Path(text).expanduser()
     if not text.strip():

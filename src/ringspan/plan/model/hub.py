@@ -17,11 +17,7 @@ _ID: Final = re.compile(r"(?!\.)[\w.-]+(/[\w.-]+)?")
 
 @contextmanager
 def from_hub(what: str, name: str) -> Iterator[None]:
-    """Let a block load ``name``, a local folder or a Hub id; ``what`` begins a message.
-
-    The Hub's clients try for half a minute; here one request decides (none with ``HF_HUB_OFFLINE=1``), else the local
-    cache. ConfigError for a path with nothing there, or an id that is neither cached nor in reach.
-    """
+    """Let a block load ``name``, a folder or Hub id, from the cache if the Hub is out of reach; else ConfigError."""
     if Path(name).exists():
         yield
         return

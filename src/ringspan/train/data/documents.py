@@ -46,11 +46,7 @@ def load_documents(config: DataConfig) -> Dataset:
 
 
 def scan_documents(config: DataConfig) -> DocumentScan:
-    """Read the documents: local ones in the order of `config.paths` and names, then the Hub's.
-
-    One per .json or .jsonl object, .parquet row or other file; each file once. Files that are not UTF-8, and null or
-    empty texts, are skipped and counted.
-    """
+    """Read the documents in order: one per JSON object, .parquet row or other file; skip and count unusable texts."""
     cache = Path(caches.HF_DATASETS_CACHE)
     if reason := why_no_folder(cache):
         raise ConfigError(f"{cache}: text cannot be cached there ({reason}); set HF_HOME to a folder with room")

@@ -1,7 +1,6 @@
-"""Conversations with images, videos and sound -> sequences, by transformers' processor, on access.
+"""Conversations with images, videos and sound -> sequences of S tokens, by transformers' processor, on access.
 
-Each is one sequence of S tokens, padded on the right. Every rank of a ring makes a step's pixels, then moves its share
-to its device.
+Padded on the right. Every rank of a ring makes a step's pixels, then moves its share to its device.
 """
 
 import copy
