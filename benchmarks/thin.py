@@ -9,8 +9,7 @@ from torch import Tensor
 from ringspan.core.geometry.tile import Tile
 from ringspan.core.schedule.kernel_launches import KernelLaunch
 from ringspan.torch.kernels import KERNELS, registered
-from ringspan.torch.kernels.contract import BackwardInputs, InPlace, Kernel, Returning
-from ringspan.torch.kernels.score_mod import Scores
+from ringspan.torch.kernels.contract import BackwardInputs, InPlace, Kernel, Returning, Scores
 
 _Kernel = TypeVar("_Kernel", bound=Kernel)
 

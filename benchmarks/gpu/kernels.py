@@ -15,7 +15,7 @@ from ringspan.core.geometry.mask import Mask
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.measure.bench.ring import alone, timed
 from ringspan.torch import kernels
-from ringspan.torch.kernels.score_mod import Scores
+from ringspan.torch.kernels.contract import Scores
 
 _KINDS: Final = ("forward", "backward")
 _BACKENDS: Final = {"sdpa cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa flash": SDPBackend.FLASH_ATTENTION}

@@ -43,7 +43,7 @@ def kernel_errors(quick: bool) -> dict[str, Any]:
     """Every kernel against float64 on masks of all kinds: its worst relative error, or why it does not serve."""
     import ringspan as rs
     from ringspan.torch import kernels
-    from ringspan.torch.kernels.score_mod import Scores
+    from ringspan.torch.kernels.contract import Scores
     from tests.torch.attention.test_ring import Problem
 
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -12,8 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from ringspan.evaluate.tasks import AFTER, ASKED, BEFORE
-from ringspan.evaluate.words import ADJECTIVES, NOUNS
+from ringspan.evaluate.tasks import ADJECTIVES, AFTER, ASKED, BEFORE, NOUNS
 
 CUE: Final = ": REGISTER_CONTENT is <"
 FIXED: Final = ("[unknown]", BEFORE, AFTER, f"{ASKED}\n", "line ", CUE, ">\n")

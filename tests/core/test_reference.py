@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import ringspan as rs
 from ringspan.core import reference
-from ringspan.core.softmax import merge
+from ringspan.core.reference import merge
 from tests.core.strategies import masks
 from tests.fuzz import examples
 

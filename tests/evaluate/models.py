@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from ringspan.evaluate.prompts import Prompts
 from ringspan.evaluate.settings import EvalSettings
-from ringspan.evaluate.words import ADJECTIVES, NOUNS
+from ringspan.evaluate.tasks import ADJECTIVES, NOUNS
 from tests.cli.commands.test_generate import save_model, save_tokenizer
 
 TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}<assistant>"

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from ringspan.evaluate.scores import accuracy_rows, loss_rows, normal, wilson
+from ringspan.evaluate.runner import accuracy_rows, loss_rows, normal, wilson
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.evaluate.prompts import Prompts, prose, sentences
 from ringspan.evaluate.records import VERSION
 from ringspan.evaluate.settings import EvalSettings
-from ringspan.evaluate.tasks import TASKS, Material, first_number, found
-from ringspan.evaluate.words import ADJECTIVES, NOUNS, names
+from ringspan.evaluate.tasks import ADJECTIVES, NOUNS, TASKS, Material, first_number, found, names
 
 TEXT = sentences(prose())
 

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from ringspan.core.errors import ConfigError
-from ringspan.generate.chat import Conversation, Lines
+from ringspan.generate.session import Conversation, Lines
 from tests.cli.commands.test_generate import save_tokenizer
 
 TEMPLATE = (

@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-from ringspan.core import softmax
+from ringspan.core import reference
 
 
 def check_merge(dtype: torch.dtype, size: int, device: str, count: int = 2, *, has_sinks: bool = False) -> None:
@@ -25,10 +25,10 @@ def check_merge(dtype: torch.dtype, size: int, device: str, count: int = 2, *, h
     before = wide.clone()
     expected, expected_lse = (x.double().cpu().numpy() for x in partials[0])
     for partial in partials[1:]:
-        expected, expected_lse = softmax.merge(expected, expected_lse, *(x.double().cpu().numpy() for x in partial))
+        expected, expected_lse = reference.merge(expected, expected_lse, *(x.double().cpu().numpy() for x in partial))
     if sinks is not None:
         logits = np.broadcast_to(sinks.double().cpu().numpy()[None, :, None], expected_lse.shape)
-        expected, expected_lse = softmax.merge(expected, expected_lse, np.zeros_like(expected), logits)
+        expected, expected_lse = reference.merge(expected, expected_lse, np.zeros_like(expected), logits)
     total, plain = torch.empty_like(out), torch.stack([one.double().cpu() for one, _ in partials]).sum(0)
     sum_many(total, [one for one, _ in partials])
     assert (total.double().cpu() - plain).norm() < 1e-6 * plain.norm()

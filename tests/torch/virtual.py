@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from ringspan.torch.transport.exchange import PendingReceive, TensorSpec
-from ringspan.torch.transport.fake import FakeTransport, MessageKey
+from ringspan.torch.transport.protocol import FakeTransport, MessageKey
 
 Queue = queue.Queue[Tensor]
 _PATIENCE_SECONDS = 120 if torch.cuda.is_available() else 10  # on a GPU, kernels are compiled meanwhile
 
 
 class Mailbox:
-    """The network as one of the threads sees it (``ringspan.torch.transport.fake.Network``), and what it has sent."""
+    """The network as one of the threads sees it (``transport.protocol.Network``), and what it has sent."""
 
     def __init__(self, rank: int, queues: dict[tuple[int, int, MessageKey], Queue], turn: threading.Lock) -> None:
         """``queues`` are by sender, receiver and message; ``turn`` is held by the thread that computes."""

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ringspan.checkpoints.state import model_facts
 from ringspan.core.errors import CheckpointError, ConfigError
-from ringspan.core.messages.changes import first_change
+from ringspan.core.messages.lines import first_change
 from ringspan.generate.folder import load_config, load_model
 from ringspan.generate.settings import GenerateSettings
 from ringspan.torch.weights.loading import read_whole

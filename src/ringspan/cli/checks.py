@@ -1,17 +1,33 @@
-"""Checks of a command's input, before the minutes after which it would fail."""
+"""Options that several commands have, and checks of input before the minutes after which it would fail."""
 
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Final
+
+import typer
 
 from ringspan.core.costs import DTYPE_BYTES
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.files.named import why_no_folder
 from ringspan.core.messages.units import shown_bytes
 
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")]
+CacheDtype = Annotated[
+    str, typer.Option(help="Dtype of cached keys and values: auto (the model's), float32, bfloat16, fp8, int8 or int4.")
+]
+Dtype = Annotated[str, typer.Option(help="Dtype of the model: auto (as saved), float32 or bfloat16.")]
+Nproc = Annotated[
+    int | None,
+    typer.Option(help="Local processes to start; default: one per CUDA device, else one. Not under torchrun."),
+]
+PrefillTokens = Annotated[int | None, typer.Option(help="Prompt tokens that a rank reads at once; default: 4096.")]
+Tp = Annotated[int, typer.Option(help="Ranks that split heads and weights; the others form the ring.")]
+Weights = Annotated[str, typer.Option(help="whole on each rank, sharded (gathered for each token), or auto.")]
+
+
 MOST_RANKS: Final = 1024
 
 
-def refuse_under_torchrun(**options: Any) -> None:
+def refuse_under_torchrun(**options: object) -> None:
     """Raise ConfigError for given options on starting processes if torchrun has started them."""
     for name, given in options.items():
         if given is not None:

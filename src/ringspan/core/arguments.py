@@ -1,7 +1,7 @@
 """Checks of attention's arguments, common to all back ends."""
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Final
 
 from ringspan.core.errors import LayoutError, MaskError, UnsupportedError
 from ringspan.core.geometry.layout import CustomLayout, Layout
@@ -91,7 +91,7 @@ def find_layouts(
     return layout, key_layout
 
 
-def _check_layouts(layout: Any, key_layout: Any) -> None:
+def _check_layouts(layout: object, key_layout: object) -> None:
     if not isinstance(layout, (str, Layout)):
         raise LayoutError(f"layout must be a name or a Layout, got {described(layout)}; {_LAYOUT_HINT}")
     if key_layout is not None and not isinstance(key_layout, Layout):
@@ -101,7 +101,7 @@ def _check_layouts(layout: Any, key_layout: Any) -> None:
             raise LayoutError(f"a layout of groups ({one.members} members) is for routes; {_LAYOUT_HINT}")
 
 
-def check_sharding(shape: Sequence[int], layout: Any, dim: Any) -> None:
+def check_sharding(shape: Sequence[int], layout: object, dim: object) -> None:
     """Raise LayoutError for anything but a layout of all positions and a dimension of the shape."""
     if not isinstance(layout, Layout):
         raise LayoutError(f"layout must be a Layout, got {described(layout)}; {_LAYOUT_HINT}")

@@ -1,6 +1,6 @@
 """Every list of names that a user chooses from, once."""
 
-from typing import Any, Final, Literal, TypeVar, get_args
+from typing import Final, Literal, TypeVar, get_args
 
 from ringspan.core.errors import ConfigError, RingspanError, UnsupportedError
 
@@ -40,7 +40,7 @@ CATEGORIES: Final[tuple[Category, ...]] = get_args(Category)
 _Name = TypeVar("_Name", bound=str)
 
 
-def find_name(what: str, name: Any, names: tuple[_Name, ...], error: type[RingspanError]) -> _Name:
+def find_name(what: str, name: object, names: tuple[_Name, ...], error: type[RingspanError]) -> _Name:
     """Return ``name`` if it is one of ``names``, else raise the given error."""
     for known in names:
         if isinstance(name, str) and name == known:

@@ -102,3 +102,17 @@ def _logsumexp(scores: Array, sinks: Array | None) -> Array:
 
 def _probabilities(scores: Array, lse: Array) -> Array:
     return np.exp(scores - np.where(np.isneginf(lse), 0.0, lse)[..., None])
+
+
+def merge(out_a: Array, lse_a: Array, out_b: Array, lse_b: Array) -> tuple[Array, Array]:
+    """Return ``lse = log(e^lse_a + e^lse_b)``, ``out = w out_b + (1 - w) out_a``, ``w = sigmoid(lse_b - lse_a)``.
+
+    Partials of the same queries over disjoint keys give the partial over both, exactly: out (..., T, D) and lse
+    (..., T). A row with no key has out 0 and lse -inf; two such rows give 0 and -inf, never NaN. Source: Milakov &
+    Gimelshein 2018; FlashAttention (Dao et al. 2022), section 3.
+    """
+    lse = np.logaddexp(lse_a, lse_b)
+    both_empty = np.isneginf(lse)
+    weight = np.exp(np.where(both_empty, 0.0, lse_b - np.where(both_empty, 0.0, lse)))
+    weight = np.where(both_empty, 0.0, weight)[..., None]
+    return out_a + weight * (out_b - out_a), lse

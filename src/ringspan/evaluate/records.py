@@ -111,7 +111,7 @@ class Answers:
         found = from_first_rank(lambda: [self._records.by_key.get(key, {}).get("answer") for key in keys])
         return [tuple(answer) if isinstance(answer, list) else answer for answer in found]
 
-    def add(self, method: str, asked: tuple[Any, ...], answer: Any) -> None:
+    def add(self, method: str, asked: tuple[Any, ...], answer: object) -> None:
         if dist.get_rank() == 0 and not _is_drawn(asked):
             self._records.add({"key": _key(method, asked), "answer": answer})
 

@@ -10,7 +10,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.core.files.named import why_no_model
 from ringspan.core.messages.lines import refused
 from ringspan.evaluate.tasks import TASKS
-from ringspan.generate.settings import GenerateSettings, check_option
+from ringspan.generate.settings import ModelSettings, check_option
 
 PERPLEXITY: Final = "perplexity"
 _TOKENIZERS: Final = "*.model", "*.txt", "*.jinja"
@@ -18,10 +18,9 @@ _NAME: Final = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvalSettings:
-    """A task with a model; raises ConfigError for an invalid value, by its option."""
+class EvalSettings(ModelSettings):
+    """One task with one model; raises ConfigError for an invalid value, by its option."""
 
-    folder: str
     task: str
     lengths: tuple[int, ...] = (1024, 2048, 4096)
     """Tokens of prompt and answer together; for perplexity, of a document."""
@@ -34,14 +33,9 @@ class EvalSettings:
     text: tuple[str, ...] = ()
     plain: bool = False
     """No chat template."""
-    dtype: str = "auto"
-    cache_dtype: str = "auto"
-    tp: int = 1
-    weights: str = "auto"
-    prefill_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        self.generating(1)
+        self.generating()  # for its checks
         for name in ("lengths", "depths"):
             values = getattr(self, name)
             if not values or len(set(values)) < len(values):
@@ -64,23 +58,11 @@ class EvalSettings:
         depths = self.depths if self.task != PERPLEXITY and TASKS[self.task].has_depth else (None,)
         return [(length, depth) for length in self.lengths for depth in depths]
 
-    def generating(self, max_new_tokens: int) -> GenerateSettings:
-        return GenerateSettings(
-            folder=self.folder,
-            max_new_tokens=max_new_tokens,
-            dtype=self.dtype,
-            cache_dtype=self.cache_dtype,
-            tp=self.tp,
-            weights=self.weights,
-            prefill_tokens=self.prefill_tokens,
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
-class HarnessSettings:
-    """lm-eval's tasks with a model; raises ConfigError for an invalid value, by its option."""
+class HarnessSettings(ModelSettings):
+    """Tasks of lm-eval with one model; raises ConfigError for an invalid value, by its option."""
 
-    folder: str
     tasks: tuple[str, ...]
     include: str | None = None
     """Folder with further task definitions."""
@@ -89,8 +71,6 @@ class HarnessSettings:
     chat: bool = False
     seed: int | None = None
     """Seed of all random choices, examples included; lm-eval's own seeds when None."""
-    dtype: str = "auto"
-    tp: int = 1
 
     def __post_init__(self) -> None:
         if not self.tasks:
@@ -99,11 +79,7 @@ class HarnessSettings:
         check_option("num_fewshot", self.num_fewshot, self.num_fewshot is None or self.num_fewshot >= 0, "at least 0")
         is_seed = self.seed is None or 0 <= self.seed < 1 << 32  # numpy's limit
         check_option("seed", self.seed, is_seed, "from 0 to 2^32 - 1")
-        _ = self.generating
-
-    @property
-    def generating(self) -> GenerateSettings:
-        return GenerateSettings(folder=self.folder, dtype=self.dtype, tp=self.tp)
+        self.generating()  # for its checks
 
     @property
     def seeds(self) -> dict[str, int]:

@@ -2,7 +2,7 @@
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,21 +14,32 @@ _CACHE_DTYPES: Final = "auto", *CACHE_DTYPE_NAMES
 
 
 @dataclass(frozen=True, kw_only=True)
-class GenerateSettings:
-    """A run of the command; raises ConfigError for an invalid value, by its option."""
+class ModelSettings:
+    """Loading of a folder's model, and its cache."""
 
     folder: str
-    max_new_tokens: int = 200
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    seed: int = 0
     dtype: str = "auto"
     cache_dtype: str = "auto"
     tp: int = 1
     weights: str = "auto"
     prefill_tokens: int | None = None
     """Tokens of the prompt that a rank reads at once; the library's default when None."""
+
+    def generating(self, max_new_tokens: int = 1) -> "GenerateSettings":
+        """Return the settings for loading the model and for greedy answers."""
+        own = {each.name: getattr(self, each.name) for each in fields(ModelSettings)}
+        return GenerateSettings(max_new_tokens=max_new_tokens, **own)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateSettings(ModelSettings):
+    """A run of the command; raises ConfigError for an invalid value, by its option."""
+
+    max_new_tokens: int = 200
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    seed: int = 0
     load_cache: str | None = None
     """Saved cache that the prompt follows."""
     save_cache: str | None = None
@@ -68,6 +79,7 @@ class GenerateSettings:
             )
 
     def check_ranks(self, num_ranks: int) -> None:
+        """Raise ConfigError for a number of ranks that does not make rings of ``tp``."""
         if num_ranks < 1:
             raise ConfigError(f"--nproc {num_ranks}: at least one process is needed")
         if num_ranks % self.tp:
@@ -75,7 +87,7 @@ class GenerateSettings:
 
     @property
     def options(self) -> dict[str, Any]:
-        """Return the options for transformers' ``generate``; omitted ones are generation_config's."""
+        """Return the options for transformers' ``generate``; omitted ones are the model's generation_config's."""
         sampling = {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
         given = {name: value for name, value in sampling.items() if value is not None}
         return {"max_new_tokens": self.max_new_tokens, "do_sample": bool(given), **given}

@@ -23,7 +23,7 @@ class AgreedCallbacks(CallbackHandler):
 
     ring_mesh: DeviceMesh
 
-    def call_event(self, event: str, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+    def call_event(self, event: str, args: Any, state: object, control: object, **kwargs: object) -> Any:
         control = super().call_event(event, args, state, control, **kwargs)
         return self._agreed(event, control) if event in _EVENTS else control
 
@@ -55,7 +55,7 @@ def agree_on(trainer: Any) -> None:
 
 def _agreed(function: Callable[..., Any], name: str, mesh: DeviceMesh) -> Callable[..., Any]:
     @functools.wraps(function)
-    def agreed(*args: Any, **kwargs: Any) -> Any:
+    def agreed(*args: Any, **kwargs: object) -> Any:
         result = function(*args, **kwargs)
         with in_call(name):
             if name == "compute_metrics":

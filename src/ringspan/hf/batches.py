@@ -47,7 +47,7 @@ class WholeBatches:
     ring_checkpoint: str
 
     @torch.compiler.disable(recursive=False)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self: Any, *args: Any, **kwargs: object) -> Any:
         """Run a whole batch; return what transformers' model gives for it, on every rank of the ring.
 
         With labels: the loss, and logits (B, S, V) if ``whole_logits`` asks; else differentiable logits; a classifier's

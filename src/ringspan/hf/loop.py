@@ -144,7 +144,7 @@ class LoopAccelerator(RingAccelerator):
                 hook.remove()
 
     def load_state(
-        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: Any
+        self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: object
     ) -> None:
         """Load what ``save_state`` wrote on any mesh; CheckpointError if missing, damaged or another model's."""
         with self._without_split() as (models, optimizers):
@@ -182,7 +182,7 @@ class LoopAccelerator(RingAccelerator):
 class _ReplicaScheduler(AcceleratedScheduler):
     ring_replicas: int
 
-    def step(self, *args: Any, **kwargs: Any) -> None:
+    def step(self, *args: Any, **kwargs: object) -> None:
         if not self.step_with_optimizer or self.split_batches or not self.gradient_state.sync_gradients:
             return super().step(*args, **kwargs)
         if any(optimizer.step_was_skipped for optimizer in self.optimizers):
@@ -194,7 +194,7 @@ class _ReplicaScheduler(AcceleratedScheduler):
         return None
 
 
-def _shard_of(parameter: Any, names: dict[int, Any], shards: dict[int, dict[str, Any]]) -> Any:
+def _shard_of(parameter: object, names: dict[int, Any], shards: dict[int, dict[str, Any]]) -> Any:
     if id(parameter) in names:
         model, name = names[id(parameter)]
         return shards[id(model)][name]
@@ -203,6 +203,6 @@ def _shard_of(parameter: Any, names: dict[int, Any], shards: dict[int, dict[str,
     raise UnsupportedError("the optimizer has parameters of no model that was prepared; prepare both in one call")
 
 
-def _model_of(optimizer: Any, models: list[Any]) -> Any:
+def _model_of(optimizer: object, models: list[Any]) -> Any:
     first = plain_optimizer(optimizer).param_groups[0]["params"][0]
     return next(model for model in models if any(p is first for p in model.parameters()))

@@ -16,7 +16,7 @@ from ringspan.checkpoints.shards import Part
 from ringspan.checkpoints.state import load_state, model_facts, run_state
 from ringspan.core.errors import CheckpointError
 from ringspan.core.files.named import ADAPTER_WEIGHTS
-from ringspan.core.messages.changes import first_change
+from ringspan.core.messages.lines import first_change
 from ringspan.torch.memory.local_optimizer import own_state
 from ringspan.torch.model.adapters import is_peft
 

@@ -151,7 +151,7 @@ def explained(method: Any) -> Iterator[None]:
         raise UnsupportedError(f"{method.__qualname__}: {error}; {remedy} (docs/trainers.md)") from error
 
 
-def refuse_callback(callback: Any) -> None:
+def refuse_callback(callback: object) -> None:
     """Raise UnsupportedError for a callback, or its class, that would behave differently on a ring."""
     kind = callback if isinstance(callback, type) else type(callback)
     for name in (base.__name__ for base in kind.__mro__ if base.__module__.startswith("trl.")):

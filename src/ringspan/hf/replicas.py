@@ -50,12 +50,12 @@ class RingAccelerator(Accelerator):
         note_prepared(self, model)
         return model
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+    def backward(self, loss: Tensor, **kwargs: object) -> None:
         """Call ``Accelerator.backward``, in which ranks exchange."""
         with exchanging():
             super().backward(loss, **kwargs)
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: object) -> Any:
         """Concatenate all replicas' tensors along the first dimension."""
         return recursively_apply(self._gather_one, tensor, error_on_other_type=True)
 
@@ -67,7 +67,7 @@ class RingAccelerator(Accelerator):
         dist.all_gather(parts, tensor, group=self.ring_mesh["replicate"].get_group())
         return torch.cat(parts)
 
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+    def reduce(self, tensor: object, reduction: str = "sum", scale: float = 1.0) -> Any:
         assert reduction in _REDUCTIONS, f"reduction={reduction!r}"
 
         def one(tensor: Tensor) -> Tensor:
@@ -79,7 +79,7 @@ class RingAccelerator(Accelerator):
 
         return recursively_apply(one, tensor, error_on_other_type=True)
 
-    def pad_across_processes(self, tensor: Any, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    def pad_across_processes(self, tensor: object, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
         """Pad along a dimension to the longest of all replicas."""
 
         def one(tensor: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ class RingAccelerator(Accelerator):
             self.flag_tensor = None
         return is_set
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
+    def clip_grad_norm_(self, parameters: object, max_norm: float, norm_type: int = 2) -> Any:
         """Clip by the whole norm; return it as a plain tensor on every rank."""
         norm: Any = super().clip_grad_norm_(parameters, max_norm, norm_type)
         return whole(norm)
@@ -129,7 +129,7 @@ def without_repeats(accelerator: RingAccelerator, inputs: Any) -> Any:
     return {**inputs, "labels": labels.masked_fill(is_repeated, IGNORED)}
 
 
-def count_rings(accelerator: Accelerator, mesh: DeviceMesh, config: Any) -> RingAccelerator:
+def count_rings(accelerator: Accelerator, mesh: DeviceMesh, config: object) -> RingAccelerator:
     ours: Any = accelerator
     ours.__class__ = RingAccelerator
     ours.ring_mesh, ours.ring_config = mesh, config

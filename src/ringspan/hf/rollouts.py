@@ -125,7 +125,7 @@ def _name_of(function: object) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def of_first(thing: Any, mesh: DeviceMesh) -> Any:
+def of_first(thing: object, mesh: DeviceMesh) -> Any:
     """Return the object of the ring's first rank, by pickle."""
     things = [thing]
     for group in text_groups(mesh):

@@ -48,11 +48,11 @@ _GONE: Final = type(None)  # in the place of what a release no longer has, or no
 
 
 class TrainerSeams(_Trainer):
-    def _generate_and_score_completions(self: Any, inputs: Any) -> Any:
+    def _generate_and_score_completions(self: Any, inputs: object) -> Any:
         with self.rollout():
             return super()._generate_and_score_completions(inputs)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def _get_tool_suffix_ids(self: Any, tool_messages: Any) -> Any:
+    def _get_tool_suffix_ids(self: Any, tool_messages: object) -> Any:
         return self.first_ranks(super()._get_tool_suffix_ids(tool_messages))  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -52,7 +52,7 @@ class RingTrainerMixin(TrainerSeams):
         ConfigError: a mesh that does not fit the number of ranks.
     """
 
-    def __init_subclass__(cls, **kwargs: Any) -> None:
+    def __init_subclass__(cls, **kwargs: object) -> None:
         """Insert our versions of Trainer's parts right before Trainer, after all classes that override them."""
         super().__init_subclass__(**kwargs)
         if issubclass(cls, Trainer) and not issubclass(cls, OwnParts):
@@ -104,7 +104,7 @@ class RingTrainerMixin(TrainerSeams):
         if self.model is not None:
             self._put_on_ring(self.model)
 
-    def call_model_init(self: Any, trial: Any = None) -> nn.Module:
+    def call_model_init(self: Any, trial: object = None) -> nn.Module:
         model = super().call_model_init(trial)
         self._put_on_ring(model)
         return model
@@ -202,7 +202,7 @@ class RingTrainerMixin(TrainerSeams):
     def rollout(self) -> AbstractContextManager[None]:
         return rollout_of_replica(self)
 
-    def first_ranks(self: Any, answer: Any) -> Any:
+    def first_ranks(self: Any, answer: object) -> Any:
         """Return a tool's answer on the ring's first rank: on others it may differ, or fail."""
         return of_first(answer, self.ring_mesh)
 

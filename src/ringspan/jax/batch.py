@@ -21,7 +21,7 @@ IGNORED: Final = -100  # the label of a token without a target, as in transforme
 _KEYS: Final = ("input_ids", "labels", "shift_labels")
 
 
-def shard(x: Any, layout: Layout, dim: int, *, value: float = 0) -> Array:
+def shard(x: object, layout: Layout, dim: int, *, value: float = 0) -> Array:
     """``pad(x, value)[permutation]`` along ``dim``, for a mesh axis to split; LayoutError for another length."""
     x = jnp.asarray(x)
     check_sharding(x.shape, layout, dim)
@@ -32,7 +32,7 @@ def shard(x: Any, layout: Layout, dim: int, *, value: float = 0) -> Array:
     return jnp.take(jnp.pad(x, width, constant_values=value), layout.permutation, axis=dim)
 
 
-def unshard(x: Any, layout: Layout, dim: int) -> Array:
+def unshard(x: object, layout: Layout, dim: int) -> Array:
     """Invert ``shard``: in order, without padding; LayoutError unless ``layout.padded_length`` entries come."""
     x = jnp.asarray(x)
     check_sharding(x.shape, layout, dim)
@@ -101,7 +101,7 @@ def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, layout: LayoutName = "z
     return {name: jax.device_put(np.asarray(x, np.int32), sharding) for name, x in arrays.items()}
 
 
-def _array(name: str, value: Any) -> np.ndarray:
+def _array(name: str, value: object) -> np.ndarray:
     try:
         return np.asarray(value)
     except ValueError:

@@ -69,10 +69,10 @@ def _forward_of_heads(ring: Ring, q: Array, k: Array, v: Array, sinks: Array | N
     rows, keys_values = _rows(q, k), _packed(k, v)
     size = v.shape[-1]
 
-    def compute(block: Array, state: Any, hop: Array | int) -> Any:
+    def compute(block: Array, state: object, hop: Array | int) -> Any:
         return _seen(ring, kernel.row(rank, hop), rows, block, state)
 
-    def one_hop(block: Array, state: Any, hop: Array) -> tuple[Array, Any]:
+    def one_hop(block: Array, state: object, hop: Array) -> tuple[Array, Any]:
         # Before the computation in the program, so that XLA can start the transfer first and end it last.
         arriving = ring.shift(block, 1)
         return arriving, compute(block, state, hop)
@@ -158,7 +158,7 @@ def _by_heads(one_group: Callable[..., Any], groups: int, arrays: tuple[Array, .
     if groups == 1:
         return one_group(*arrays, sinks)
 
-    def axis(x: Any) -> int:
+    def axis(x: object) -> int:
         return min(x.ndim, 2) - 1
 
     def compute(number: Array | int) -> Any:
@@ -168,13 +168,13 @@ def _by_heads(one_group: Callable[..., Any], groups: int, arrays: tuple[Array, .
 
         return one_group(*jax.tree.map(mine, (*arrays, sinks)))
 
-    def room(part: Any) -> Array:
+    def room(part: object) -> Array:
         shape = list(part.shape)
         shape[axis(part)] *= groups
         # ``shard_map`` keeps track of what differs between ranks, and a loop's carry must not change its kind.
         return varying_like(jnp.zeros(shape, part.dtype), *arrays)
 
-    def turn(number: Array, results: Any) -> Any:
+    def turn(number: Array, results: object) -> Any:
         def put(whole: Array, part: Array) -> Array:
             return lax.dynamic_update_slice_in_dim(whole, part, number * part.shape[axis(part)], axis(part))
 

@@ -132,7 +132,7 @@ class RingStrategy(ModelParallelStrategy):
         if not any(isinstance(callback, AgreedStop) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             trainer.callbacks[:] = [ToldErrors(), *trainer.callbacks, AgreedStop(self.device_mesh)]  # type: ignore[attr-defined]
 
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: object) -> Tensor:
         """Do as Lightning's, once all ranks have returned from ``training_step`` and what callbacks do before."""
         module: Any = self.lightning_module
         self.pre_backward(closure_loss)
@@ -157,7 +157,7 @@ class RingStrategy(ModelParallelStrategy):
         self._settle()
         return super().lightning_module_state_dict()
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: object) -> dict[str, Any]:
         """Return an optimizer's shards of state, or on rank 0 all of it."""
         inner: Any = optimizer.optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         is_new = not inner.state

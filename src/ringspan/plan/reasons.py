@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.layout import Layout
@@ -188,7 +187,7 @@ def _why_this_policy(question: Question, setting: Setting) -> Iterator[str]:
         else:
             yield f"checkpoint={faster!r} would fit ({shown_bytes(need)}), but is slower there, or with its host"
 
-    def without(**changes: Any) -> str:
+    def without(**changes: object) -> str:
         return f"would need {shown_bytes(training_memory(shape, replace(setting, **changes)).needed_bytes)}"
 
     if (layers := setting.layers_per_checkpoint) > 1:

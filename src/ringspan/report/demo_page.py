@@ -169,7 +169,7 @@ def _gradients(proof: dict[str, Any]) -> list[dict[str, Any]]:
     return sorted(proof["gradients"], key=lambda row: (isfinite(d := row["relative_difference"]), -d))
 
 
-def _number(value: Any, form: str = "") -> str:
+def _number(value: object, form: str = "") -> str:
     """Format a number with separators, in ``form`` if given; a missing one, which was not finite, as such."""
     if value is None:
         return "not a number"

@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Iterable, Sequence
 from html import escape
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from ringspan.core.messages.extras import installed, remedy
 from ringspan.report.drawing import svg
@@ -107,7 +107,7 @@ def command(line: str) -> str:
     return section("Command", element("pre", element("code", escaped(line, 10_000))), name="command")
 
 
-def picture(draw: "Callable[..., Figure | None]", *arguments: Any) -> str:
+def picture(draw: "Callable[..., Figure | None]", *arguments: object) -> str:
     """Return a picture as SVG, a line on what drawing needs, or nothing without data."""
     if not installed("matplotlib"):
         return element("p", escape(f"The picture needs {remedy('matplotlib')}."), class_="soft")

@@ -19,9 +19,8 @@ from ringspan.torch.model.support import refuse_config, refuse_quantised
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
 from ringspan.torch.weights.files import WeightFiles, folder_of
-from ringspan.torch.weights.loaded import first_of
-from ringspan.torch.weights.loading import unread_model
-from ringspan.torch.weights.packing import pack_unread
+from ringspan.torch.weights.loading import first_of, unread_model
+from ringspan.torch.weights.packed import pack_unread
 
 _log = logging.getLogger(__name__)
 

@@ -21,10 +21,9 @@ from ringspan.core.names import (
 )
 from ringspan.core.step_config import StepConfig
 from ringspan.torch.consistency.calls import Call, check_call, meeting
-from ringspan.torch.consistency.fixed import note_buffers, note_data, refuse_copy, structure_of
+from ringspan.torch.consistency.fixed import note_buffers, note_data, refuse_copy, refuse_own_calls, structure_of
 from ringspan.torch.consistency.loop_watch import in_call, watch_loop
 from ringspan.torch.consistency.optimizers import watch_optimizers
-from ringspan.torch.consistency.own_calls import refuse_own_calls
 from ringspan.torch.consistency.weights import check_finite, describe_weights, share_weights
 from ringspan.torch.generate.model import RingGenerator
 from ringspan.torch.layers.blockwise.blocks import run_in_blocks

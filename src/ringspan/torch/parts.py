@@ -14,9 +14,8 @@ from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.messages.numbers import check_whole
 from ringspan.core.step_config import StepConfig
 from ringspan.torch.data.loss_blocks import LossOptions
-from ringspan.torch.layers.blockwise.feedforward import find_feedforwards, free_feedforwards
+from ringspan.torch.layers.blockwise.feedforward import find_feedforwards, find_norms, free_feedforwards
 from ringspan.torch.layers.blockwise.head import joined, refuse_blocks_of_vocabulary, vocabularies
-from ringspan.torch.layers.blockwise.norm import find_norms
 from ringspan.torch.layers.compiled import check_compile
 from ringspan.torch.layers.router_loss import RouterLoss, find_router_loss, no_router_loss
 from ringspan.torch.layers.view import ModelView

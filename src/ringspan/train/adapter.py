@@ -14,7 +14,7 @@ from ringspan.torch.weights.deferred import Deferred, Region, deferred, part, sh
 from ringspan.torch.weights.loading import auto_class
 from ringspan.torch.weights.saving import plan_files, saved_names, shards_of
 from ringspan.torch.weights.writing import MAX_SHARD_SIZE, WeightsPlan
-from ringspan.train.config.adapter_table import AdapterConfig
+from ringspan.train.config.model_table import AdapterConfig
 
 BASE_PREFIX: Final = "base_model.model."  # of the names of a model's weights inside of PEFT's
 _INNER: Final = ".base_layer."  # between a layer's name and its weight's, inside of PEFT's layers

@@ -21,14 +21,13 @@ from ringspan.torch.memory.local_optimizer import own_state
 from ringspan.torch.model.adapters import is_peft
 from ringspan.torch.weights.writing import HEADROOM_BYTES
 from ringspan.train.config.tables import TrainConfig
-from ringspan.train.data.origin import tokenizer_of
 from ringspan.train.data.sequences import Sequences
 from ringspan.train.guard import Guard
 from ringspan.train.job import Job, evaluate, prepare
 from ringspan.train.metrics import MetricsWriter, StepMetrics
 from ringspan.train.run_folder.export import model_bytes, save_model
 from ringspan.train.run_folder.record import EXPORTED, RunLock, RunRecord, TrainResult, finished
-from ringspan.train.run_folder.resume import begin_run, open_run
+from ringspan.train.run_folder.resume import begin_run, open_run, tokenizer_of
 from ringspan.train.signals import StopRequest
 
 if TYPE_CHECKING:

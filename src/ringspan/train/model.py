@@ -26,8 +26,7 @@ from ringspan.torch.layers.decoder import decoder_of, head_counts, head_sizes, t
 from ringspan.torch.model.support import refuse_config, refuse_quantised
 from ringspan.torch.tensor_parallel.split import refuse_heads
 from ringspan.torch.weights.files import WeightFiles, folder_of
-from ringspan.torch.weights.loaded import first_of
-from ringspan.torch.weights.loading import auto_class, unread_model
+from ringspan.torch.weights.loading import auto_class, first_of, unread_model
 from ringspan.train.config.model_table import ModelConfig
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data.seen import VIDEO_REMEDY

@@ -11,8 +11,8 @@ from benchmarks.tables.kernels import serves
 from ringspan.core.geometry.tile import Tile
 from ringspan.measure.bench.kernels import CASES, kernel_report, serving
 from ringspan.torch import kernels
+from ringspan.torch.kernels.contract import Scores
 from ringspan.torch.kernels.device import DeviceRules, ruled_by, rules_of
-from ringspan.torch.kernels.score_mod import Scores
 
 PAGE = Path(__file__).parents[3] / "docs" / "masks.md"
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")

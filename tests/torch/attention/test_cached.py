@@ -13,12 +13,11 @@ from ringspan.core import reference
 from ringspan.core.geometry.shares import Shares
 from ringspan.torch.attention import cached
 from ringspan.torch.attention.cached import Reach, Turn, merged
-from ringspan.torch.generate.masks import layer_mask
-from ringspan.torch.kernels.score_mod import Scores
+from ringspan.torch.generate.passes import layer_mask
+from ringspan.torch.kernels.contract import Scores
 from ringspan.torch.layers.decoder import LayerKind
 from ringspan.torch.transport.exchange import TensorSpec
-from ringspan.torch.transport.fake import FakeTransport
-from ringspan.torch.transport.protocol import transport_of
+from ringspan.torch.transport.protocol import FakeTransport, transport_of
 from tests.fuzz import examples
 from tests.torch.virtual import on_ranks
 

@@ -15,7 +15,7 @@ from ringspan.torch.attention import ring
 from ringspan.torch.attention.op import _positions
 from ringspan.torch.attention.part import Ring, num_head_groups
 from ringspan.torch.attention.spec import AttentionSpec
-from ringspan.torch.kernels.score_mod import Scores
+from ringspan.torch.kernels.contract import Scores
 from tests.core.geometry.test_custom_layout import held
 from tests.core.schedule.test_schedule import exists
 from tests.core.strategies import custom_layouts, masks

@@ -26,8 +26,8 @@ from ringspan.torch import kernels
 from ringspan.torch.attention import ring
 from ringspan.torch.attention.part import Ring, accumulation_dtype
 from ringspan.torch.attention.spec import AttentionSpec
+from ringspan.torch.kernels.contract import Scores
 from ringspan.torch.kernels.memory import ANY
-from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.transport.exchange import PendingReceive, Transfer
 from tests.core.strategies import custom_layouts, masks
 from tests.fuzz import examples

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ringspan as rs
-from ringspan.core import softmax
+from ringspan.core import reference
 from ringspan.core.schedule.kernel_launches import pieces
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.torch.attention.block import DeferredSum
@@ -40,13 +40,13 @@ def test_any_partials_in_any_order_are_merged_and_rounded_once(partials, has_sin
             continue
         total.merge(rows, (values if how == "waits" else values.float(), logits))
         mine = expected[0][:, :, rows], expected[1][:, :, rows]
-        merged = softmax.merge(*mine, values.double().numpy(), logits.double().numpy())
+        merged = reference.merge(*mine, values.double().numpy(), logits.double().numpy())
         mine[0][:], mine[1][:] = merged
     sinks = torch.randn(3, generator=generator) if has_sinks else None
     total.finish(sinks)
     if sinks is not None:
         logits = np.broadcast_to(sinks.double().numpy()[None, :, None], expected[1].shape)
-        expected = softmax.merge(*expected, np.zeros_like(expected[0]), logits)
+        expected = reference.merge(*expected, np.zeros_like(expected[0]), logits)
     rounded = torch.from_numpy(expected[0]).bfloat16()
     # Once to bfloat16: but for ties, what float64 gives.
     assert ((out.double() - torch.from_numpy(expected[0])).abs() <= 2**-8 * rounded.abs() + 1e-6).all()

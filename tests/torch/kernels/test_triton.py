@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 import ringspan as rs
 from ringspan.core.names import LAYOUT_NAMES
 from ringspan.torch import kernels
-from ringspan.torch.kernels.score_mod import Scores
+from ringspan.torch.kernels.contract import Scores
 from tests.core.strategies import masks
 from tests.fuzz import examples
 from tests.torch.attention.test_ring import FLOAT32_LIMIT, Problem, shapes, views
@@ -132,7 +132,7 @@ from ringspan.gpu import attention
 from ringspan.torch.kernels.contract import BackwardInputs
 from ringspan.torch.kernels.local import triton_attention as ours
 from ringspan.torch.kernels.partials import triton_merge
-from ringspan.torch.kernels.score_mod import Scores
+from ringspan.torch.kernels.contract import Scores
 
 class Recorder:
     def __init__(self, program, **blocks):

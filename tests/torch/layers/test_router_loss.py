@@ -9,9 +9,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 import ringspan as rs
-from ringspan.torch.layers.blockwise.blocks import run_in_blocks
+from ringspan.torch.layers.blockwise.blocks import RouterRecorder, run_in_blocks
 from ringspan.torch.layers.router_loss import RouterLoss
-from ringspan.torch.layers.router_record import RouterRecorder
 from tests.cases import long
 from tests.every_model.tiny import tiny_model
 from tests.torch.models import build, relative, tokens, whole_gradients

@@ -8,8 +8,7 @@ import torch
 
 from ringspan.torch.attention.traced import mask_of
 from ringspan.torch.data.media import Media
-from ringspan.torch.multimodal.kinds import KINDS
-from ringspan.torch.multimodal.token_types import blocks_of, grid_positions, is_of
+from ringspan.torch.multimodal.kinds import KINDS, blocks_of, grid_positions, is_of
 from tests.torch.multimodal.models import batch_of, build
 
 

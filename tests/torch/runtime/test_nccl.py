@@ -17,7 +17,7 @@ from ringspan.torch.model.local_pass import Packed
 from ringspan.torch.runtime import launch, mesh
 from ringspan.torch.transport import agreement
 from ringspan.torch.transport.exchange import Exchange
-from ringspan.torch.transport.fake import FakeTransport, Nobody
+from ringspan.torch.transport.protocol import FakeTransport, Nobody
 from tests.torch.models import build, tokens
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import ringspan as rs
-from ringspan.torch.weights.finite import refuse_not_finite
+from ringspan.torch.weights.loading import refuse_not_finite
 from tests.torch.models import build
 
 NAN, INF = torch.nan, torch.inf

@@ -20,8 +20,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.core.files.weights import INDEX, WEIGHTS
 from ringspan.generate.folder import base_folder
 from ringspan.torch.from_pretrained import _config
-from ringspan.torch.layers.blockwise.feedforward import free_feedforwards
-from ringspan.torch.layers.blockwise.norm import find_norms
+from ringspan.torch.layers.blockwise.feedforward import find_norms, free_feedforwards
 from ringspan.torch.model.support import refuse_unsupported
 from ringspan.torch.model.view import view_of
 from ringspan.torch.weights.deferred import deferred, whole

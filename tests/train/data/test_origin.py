@@ -11,9 +11,9 @@ from transformers import AutoTokenizer
 from ringspan.core.errors import CheckpointError, ConfigError
 from ringspan.torch.weights import writing
 from ringspan.train.config.data_table import DataConfig
-from ringspan.train.data.origin import compare
 from ringspan.train.loop import Observer, train
 from ringspan.train.run_folder.record import RunLock
+from ringspan.train.run_folder.resume import compare
 from tests.cases import long
 from tests.cli.test_bad_input import refusal, workplace  # noqa: F401  workplace is a fixture
 from tests.train.run_folder.test_resume import curve

@@ -16,8 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ringspan.core.errors import CheckpointError, ConfigError
 from ringspan.torch.weights import writing
 from ringspan.train.loop import train
-from ringspan.train.run_folder import convert, export
-from ringspan.train.run_folder.convert import export_checkpoint
+from ringspan.train.run_folder import export
+from ringspan.train.run_folder.export import export_checkpoint
 from tests.train.test_loop import settings, text, train_on  # noqa: F401  text is a fixture
 
 STEPS = 3
@@ -91,7 +91,7 @@ def test_an_earlier_step_gives_other_weights(runs, tmp_path):
 
 def test_no_more_than_a_piece_of_a_tensor_is_in_memory(runs, tmp_path, monkeypatch):
     piece, kept, most = 1 << 10, list[weakref.ref[torch.Tensor]](), 0
-    read = convert._Saved.read
+    read = export._Saved.read
 
     def measured(self, region):
         nonlocal most
@@ -101,7 +101,7 @@ def test_no_more_than_a_piece_of_a_tensor_is_in_memory(runs, tmp_path, monkeypat
         return made
 
     monkeypatch.setattr(writing, "_PIECE_BYTES", piece)
-    monkeypatch.setattr(convert._Saved, "read", measured)
+    monkeypatch.setattr(export._Saved, "read", measured)
     _, num_bytes = export_checkpoint(runs / "ring of 4", None, tmp_path / "exported")
     assert num_bytes > 30 * piece and 0 < most <= piece
 

@@ -6,9 +6,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ringspan.cli.checks import DTYPE_BYTES, MOST_RANKS, check_dtype, check_heads, check_memory, ring_sizes
+from ringspan.cli.checks import DTYPE_BYTES, MOST_RANKS, AsJson, check_dtype, check_heads, check_memory, ring_sizes
 from ringspan.cli.console import console, say, table
-from ringspan.cli.options import AsJson
 from ringspan.core.messages.units import shown_bytes, shown_seconds, shown_speed
 
 app = typer.Typer(
@@ -164,7 +163,7 @@ def step(
     _table(f"one step of {length:,} tokens, {dtype}", ["ring tokens/s", "one process", "ratio", "peak"], rows)
 
 
-def _measured(run: Callable[[Any], dict[str, Any]], case: Any, what: str, as_json: bool) -> dict[str, Any]:
+def _measured(run: Callable[[Any], dict[str, Any]], case: object, what: str, as_json: bool) -> dict[str, Any]:
     """Run a benchmark, announced by a line (a moving picture would disturb it), or print its JSON."""
     if not as_json:
         say(f"measuring {what}")

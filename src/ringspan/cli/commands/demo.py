@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ringspan.cli.checks import check_folder
+from ringspan.cli.checks import AsJson, check_folder
 from ringspan.cli.console import console, facts
-from ringspan.cli.options import AsJson
 from ringspan.core.messages.extras import require
 from ringspan.core.messages.units import shown_seconds
 

@@ -7,9 +7,8 @@ from typing import Annotated, Any
 
 import typer
 
-from ringspan.cli.checks import refuse_under_torchrun
+from ringspan.cli.checks import AsJson, refuse_under_torchrun
 from ringspan.cli.console import console, facts, paragraph, silent, table, working
-from ringspan.cli.options import AsJson
 from ringspan.core.messages.units import shown_bandwidth, shown_bytes, shown_speed
 from ringspan.torch.runtime.environment import is_rank
 

@@ -11,9 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ringspan.cli.checks import check_folder, check_picture
+from ringspan.cli.checks import (
+    AsJson,
+    CacheDtype,
+    Dtype,
+    Nproc,
+    PrefillTokens,
+    Tp,
+    Weights,
+    check_folder,
+    check_picture,
+)
 from ringspan.cli.console import console, hush, table
-from ringspan.cli.options import AsJson, CacheDtype, Dtype, Nproc, PrefillTokens, Tp, Weights
 from ringspan.cli.ranks import on_ranks
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.extras import require
@@ -133,9 +142,9 @@ def harness(
         num_fewshot=num_fewshot, chat=chat, seed=seed, dtype=dtype, tp=tp,
     )  # fmt: skip
     if nproc is not None:  # before a model is downloaded
-        settings.generating.check_ranks(nproc)
+        settings.generating().check_ranks(nproc)
     asked = replace(settings, folder=local_folder(model)), str(out.absolute())
-    check = settings.generating.check_ranks
+    check = settings.generating().check_ranks
     found, is_first = on_ranks(harness_rank, lambda: asked, nproc, check, forks=("ringspan.evaluate.runner",))
     if not is_first:
         return
@@ -182,7 +191,7 @@ def _evaluate(
     every = [EvalSettings(folder=model, task=task, **options) for model in models]
     if nproc is not None:
         for settings in every:
-            settings.generating(1).check_ranks(nproc)
+            settings.generating().check_ranks(nproc)
     results: list[Any]
     local = [replace(settings, folder=local_folder(settings.folder)) for settings in every]
     results, is_first = run(local, str(out.absolute()), nproc)
@@ -219,10 +228,10 @@ def run(every: list[EvalSettings], out: str, nproc: int | None) -> tuple[list[di
         from ringspan.generate.folder import load_config, load_tokenizer
 
         for settings in every:
-            load_tokenizer(settings.folder, load_config(settings.generating(1)))
+            load_tokenizer(settings.folder, load_config(settings.generating()))
         return every, out
 
-    check = every[0].generating(1).check_ranks
+    check = every[0].generating().check_ranks
     return on_ranks(evaluate_ranks, arguments, nproc, check, forks=("ringspan.evaluate.runner",))
 
 

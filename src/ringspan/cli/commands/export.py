@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
+from ringspan.cli.checks import AsJson
 from ringspan.cli.console import console
-from ringspan.cli.options import AsJson
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.units import shown_bytes
 
@@ -28,7 +28,7 @@ def command(
     if step != "latest" and not step.isdecimal():
         raise ConfigError(f"STEP = {step!r}: give the number of a step, or latest")
     with console(stderr=True, quiet=as_json).status("reading the run") as status:
-        from ringspan.train.run_folder.convert import export_checkpoint
+        from ringspan.train.run_folder.export import export_checkpoint
 
         at = None if step == "latest" else int(step)
         found, num_bytes = export_checkpoint(run, at, folder, max_shard_size=max_shard_size, doing=status.update)

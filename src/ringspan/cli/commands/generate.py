@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ringspan.cli.checks import AsJson, CacheDtype, Dtype, Nproc, PrefillTokens, Tp, Weights
 from ringspan.cli.console import console, hush
-from ringspan.cli.options import AsJson, CacheDtype, Dtype, Nproc, PrefillTokens, Tp, Weights
 from ringspan.cli.ranks import on_ranks
 from ringspan.core.errors import ConfigError
 from ringspan.core.files.named import why_no_model
@@ -184,7 +184,7 @@ def chat_rank(settings: "GenerateSettings", first: str | None, pipe: str | None)
     """Run a rank's part of a chat, which rank 0 reads from a named pipe or standard input."""
     import torch.distributed as dist
 
-    from ringspan.generate.chat import converse
+    from ringspan.generate.session import converse
 
     descriptor = None
     if dist.get_rank() == 0:

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ringspan.cli.checks import check_picture
+from ringspan.cli.checks import AsJson, check_picture
 from ringspan.cli.console import console
-from ringspan.cli.options import AsJson
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.extras import require
 from ringspan.core.messages.units import shown_bytes

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ringspan.cli.checks import AsJson
 from ringspan.cli.commands import plan
 from ringspan.cli.console import console, facts, table, working
-from ringspan.cli.options import AsJson
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.units import shown_bandwidth, shown_bytes, shown_seconds, shown_speed
 

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ringspan.cli.checks import refuse_under_torchrun
-from ringspan.cli.options import AsJson, Nproc
+from ringspan.cli.checks import AsJson, Nproc, refuse_under_torchrun
 from ringspan.cli.ranks import on_ranks
 from ringspan.torch.runtime.environment import is_rank
 

@@ -1,7 +1,9 @@
 """Messages of one line."""
 
-from collections.abc import Generator, Iterable
+import json
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any, cast
 
 from ringspan.core.errors import ConfigError, RingspanError
 
@@ -40,3 +42,24 @@ def refused(
         raise
     except kinds as error:
         raise error_type(f"{what}: {one_line(error)}{remedy}") from error
+
+
+def differences(before: Any, now: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield dotted name and both values of what differs."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        old, new = cast(dict[str, Any], before), cast(dict[str, Any], now)
+        for key in {**old, **new}:
+            yield from differences(old.get(key), new.get(key), f"{prefix}.{key}" if prefix else key)
+    elif before != now:
+        yield prefix, before, now
+
+
+def first_change(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Describe the first changed field, or None; skip fields of only one transformers release."""
+    same_release = before["transformers"] == now["transformers"]
+    for name in before.keys() & now.keys() - {"transformers"}:
+        for field, old, new in differences(before[name], now[name]):
+            is_absent = None in (old, new)  # as good as false
+            if not (is_absent and (not same_release or old is False or new is False)):
+                return f"{field} = {json.dumps(old)} in the model's {name}, where it is {json.dumps(new)} now"
+    return None

@@ -10,7 +10,7 @@ from ringspan.core.errors import ConfigError, RingspanError
 LARGEST_INTEGER: Final = 1 << 60  # beyond every position; sums of a few such numbers still fit an int64
 
 
-def integer(value: Any, name: str, error: type[RingspanError], *, at_least: int | None = None) -> int:
+def integer(value: object, name: str, error: type[RingspanError], *, at_least: int | None = None) -> int:
     """Convert any library's integer, or a float that is one, to int; raise the given error otherwise."""
     if type(value) is not int:
         value = _whole(value, name, error)
@@ -21,7 +21,7 @@ def integer(value: Any, name: str, error: type[RingspanError], *, at_least: int 
     return value
 
 
-def _whole(value: Any, name: str, error: type[RingspanError]) -> int:
+def _whole(value: object, name: str, error: type[RingspanError]) -> int:
     is_bool = isinstance(value, bool) or str(getattr(value, "dtype", "")).removeprefix("torch.") == "bool"
     if not is_bool:
         if isinstance(value, Real) and not isinstance(value, Integral) and float(value).is_integer():
@@ -33,7 +33,7 @@ def _whole(value: Any, name: str, error: type[RingspanError]) -> int:
     raise error(f"{name} must be an integer, got {described(value)}")
 
 
-def real(value: Any, name: str, error: type[RingspanError]) -> float:
+def real(value: object, name: str, error: type[RingspanError]) -> float:
     """Convert to a finite float; raise the given error otherwise."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise error(f"{name} must be a plain number, got {described(value)}")
@@ -42,11 +42,11 @@ def real(value: Any, name: str, error: type[RingspanError]) -> float:
     return float(value)
 
 
-def is_a(value: Any, kind: type | tuple[type, ...]) -> bool:
+def is_a(value: object, kind: type | tuple[type, ...]) -> bool:
     return isinstance(value, kind)
 
 
-def described(value: Any) -> str:
+def described(value: object) -> str:
     """Describe an unexpected value: its type, and its repr if short."""
     if isinstance(value, type) or (callable(value) and hasattr(value, "__name__")):
         return f"the {'class' if isinstance(value, type) else 'function'} {getattr(value, '__name__', '')}"
@@ -56,7 +56,7 @@ def described(value: Any) -> str:
     return f"{text} ({type(value).__name__})" if len(text) <= 40 else f"a {type(value).__name__}"
 
 
-def check_whole(name: str, value: Any, least: int = 1, *, otherwise: str = "") -> None:
+def check_whole(name: str, value: object, least: int = 1, *, otherwise: str = "") -> None:
     """Raise ConfigError unless an option is an integer >= ``least``; ``otherwise`` names other values."""
     try:
         if isinstance(value, float):  # even 2.0: it would be kept, and no range takes it
@@ -66,7 +66,7 @@ def check_whole(name: str, value: Any, least: int = 1, *, otherwise: str = "") -
         raise ConfigError(f"{error}{otherwise}") from None
 
 
-def check_real(name: str, value: Any, least: float, below: float = float("inf"), *, above: bool = False) -> None:
+def check_real(name: str, value: object, least: float, below: float = float("inf"), *, above: bool = False) -> None:
     """Raise ConfigError unless a number is in [least, below), or in (least, below) with ``above``."""
     number = real(value, name, ConfigError)
     if not (least < number if above else least <= number) or not number < below:

@@ -44,7 +44,7 @@ def check_tasks(names: Sequence[str], manager: TaskManager) -> None:
             raise ConfigError(f"--tasks {name}: lm-eval knows no such task{hint}")
 
 
-def run_tasks(lm: Any, names: Sequence[str], manager: TaskManager, **options: Any) -> dict[str, Any] | None:
+def run_tasks(lm: object, names: Sequence[str], manager: TaskManager, **options: object) -> dict[str, Any] | None:
     """Run ``simple_evaluate`` on every rank; return its results on each machine's first rank, as lm-eval does."""
     asked = f"--tasks {','.join(names)}"
     # In the order asked for.
@@ -65,7 +65,7 @@ def run_harness(settings: HarnessSettings, out: Path) -> dict[str, Any] | None:
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
     manager = known_tasks(settings.include, settings.tasks)
     check_tasks(settings.tasks, manager)
-    config = load_config(settings.generating)
+    config = load_config(settings.generating())
     tokenizer = load_tokenizer(settings.folder, config)
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"{settings.folder}: its tokenizer has no eos_token, at which lm-eval's answers end; set one")
@@ -75,7 +75,7 @@ def run_harness(settings: HarnessSettings, out: Path) -> dict[str, Any] | None:
     if not rotates_by_length(text_config(config)):
         # Requests are told apart by their own text.
         answers = records_file(out, "harness", settings.folder, {"dtype": settings.dtype})
-    with session(settings.generating, config, tokenizer) as model:
+    with session(settings.generating(), config, tokenizer) as model:
         lm = RingLM(model.model, tokenizer, on_request=lambda what: _beat(model, what), answers=answers)
         if lm.num_kept:
             print(f"{lm.num_kept} answers are in {answers}; continuing after them", file=sys.stderr, flush=True)

@@ -72,7 +72,7 @@ def delta_rule(
         identity = jnp.broadcast_to(jnp.eye(size), (batch, q.shape[2], size, size))
         return jnp.concatenate((jnp.zeros((batch, q.shape[2], size, width)), identity), -1)
 
-    def map_of(end: Array, *_: Any) -> tuple[Array, Array]:
+    def map_of(end: Array, *_: object) -> tuple[Array, Array]:
         return end[..., width:], end[..., :width]
 
     inputs = (q, k, v, jnp.exp(_wide(channels)), beta)

@@ -13,7 +13,7 @@ from ringspan.core.geometry.mask import Mask, causal, chunked, documents, full, 
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.torch import kernels
 from ringspan.torch.attention.arguments import check_tensors
-from ringspan.torch.kernels.score_mod import Scores
+from ringspan.torch.kernels.contract import Scores
 
 _RANKS: Final = 4
 _LENGTH: Final = 16384

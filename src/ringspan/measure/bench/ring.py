@@ -26,12 +26,11 @@ from ringspan.torch.attention.arguments import check_tensors
 from ringspan.torch.attention.block import Block
 from ringspan.torch.attention.part import Ring, num_head_groups
 from ringspan.torch.attention.spec import AttentionSpec
-from ringspan.torch.kernels.contract import BackwardInputs
-from ringspan.torch.kernels.score_mod import Scores
+from ringspan.torch.kernels.contract import BackwardInputs, Scores
 from ringspan.torch.runtime.launch import local_device
 from ringspan.torch.transport import clock
 from ringspan.torch.transport.exchange import PendingReceive, TensorSpec
-from ringspan.torch.transport.fake import FakeTransport, MessageKey, Nobody
+from ringspan.torch.transport.protocol import FakeTransport, MessageKey, Nobody
 
 KINDS: Final = ("forward", "backward")
 _PASSES: Final = {"forward": 1.0, "backward": 2.5}  # FLOPs in units of the forward pass

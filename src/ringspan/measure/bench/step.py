@@ -105,6 +105,6 @@ _SDPA = {
 }
 
 
-def _keep_sdpa(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _keep_sdpa(ctx: object, operator: object, *args: Any, **kwargs: object) -> CheckpointPolicy:
     """Checkpoint like checkpoint="attention", for the baseline."""
     return CheckpointPolicy.MUST_SAVE if operator in _SDPA else CheckpointPolicy.PREFER_RECOMPUTE

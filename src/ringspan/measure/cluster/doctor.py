@@ -28,7 +28,7 @@ from ringspan.measure.trace.rehearsal import host_memory_bytes
 from ringspan.plan.cluster.hardware import min_block_tokens
 from ringspan.torch import kernels
 from ringspan.torch.attention.op import ring_attention
-from ringspan.torch.kernels.score_mod import Scores
+from ringspan.torch.kernels.contract import Scores
 from ringspan.torch.runtime.launch import join, launch, local_device
 from ringspan.torch.transport.collectives import gather
 

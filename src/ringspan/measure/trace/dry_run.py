@@ -35,8 +35,7 @@ from ringspan.torch.memory.host_optimizer import HostAdamW
 from ringspan.torch.model.support import refuse_config
 from ringspan.torch.parallelize import put_on_mesh
 from ringspan.torch.runtime.mesh import make_mesh
-from ringspan.torch.transport.fake import FakeTransport, Nobody
-from ringspan.torch.transport.protocol import transport_registered
+from ringspan.torch.transport.protocol import FakeTransport, Nobody, transport_registered
 
 _TIMELINE_MOMENTS: Final = 400
 
@@ -137,7 +136,7 @@ class _OneChunk(Eager):
 class _FarHostAdamW(HostAdamW):
     """``HostAdamW`` as a GPU's memory sees it: the step is elsewhere, weights change in place."""
 
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: object = None) -> None:
         del closure
 
 

@@ -25,8 +25,7 @@ from ringspan.torch.layers.decoder import layers_of
 from ringspan.torch.runtime.launch import local_device
 from ringspan.torch.transport.clock import Moment, now, seconds, synchronize
 from ringspan.torch.transport.exchange import PendingReceive, TransferRecord, recorded
-from ringspan.torch.transport.fake import FakeTransport, MessageKey, Nobody
-from ringspan.torch.transport.protocol import transport_registered
+from ringspan.torch.transport.protocol import FakeTransport, MessageKey, Nobody, transport_registered
 
 _TIMED_STEPS: Final = 3
 

@@ -78,7 +78,7 @@ class MemoryTracker(TorchDispatchMode):
         self._seams.append(seams)
         return super().__enter__()
 
-    def __exit__(self, *error: Any) -> None:
+    def __exit__(self, *error: object) -> None:
         self._seams.pop().close()
         super().__exit__(*error)
 
@@ -262,7 +262,7 @@ _REDUCE_SCATTERS: Final = ("c10d::reduce_scatter", "c10d::_reduce_scatter")
 _DEVICE_OF: Final = _ops.prim.device.default
 
 
-def tensors_of(tree: Any) -> Iterator[Tensor]:
+def tensors_of(tree: object) -> Iterator[Tensor]:
     """Yield the tensors with storage of their own in an operator's arguments or results."""
     if isinstance(tree, Tensor):
         if type(tree) is not DTensor:

@@ -66,7 +66,7 @@ def id_of(x: Tensor) -> int:
 
 
 def _fused(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **others: Any
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None, **others: object
 ) -> tuple[Tensor, None]:
     del module
     out = _FUSED(query, key, value, 0.0, False, attn_mask=attention_mask, scale=others.get("scaling"))[0]
@@ -76,11 +76,11 @@ def _fused(
 AttentionInterface.register(ATTENTION, _fused)
 
 
-def _forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+def _forward(query: object, key: object, value: object, *_: object, **__: object) -> int:
     return sdpa_flop(query, key, value)
 
 
-def _backward(_: Any, query: Any, key: Any, value: Any, *__: Any, **___: Any) -> int:
+def _backward(_: object, query: object, key: object, value: object, *__: object, **___: object) -> int:
     return 2 * sdpa_flop(query, key, value)  # of the model, without the scores that a kernel computes again
 
 
@@ -107,7 +107,7 @@ def _places(index: Tensor | None) -> list[Tensor | None]:
     return [*index.nonzero(as_tuple=True)]
 
 
-def _without_values(x: Any) -> Any:
+def _without_values(x: object) -> Any:
     return x.to("meta") if isinstance(x, Tensor) and not x.is_meta and x.ndim else x
 
 

@@ -1,7 +1,7 @@
 """Checks of tensors and groups before anything moves."""
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor) -> None:
         raise UnsupportedError("float16 on CPU is not supported; use float32 or bfloat16")
 
 
-def check_plain(name: str, tensor: Any) -> None:
+def check_plain(name: str, tensor: object) -> None:
     """Raise UnsupportedError for anything but a dense tensor that is whole on this rank."""
     if isinstance(tensor, DTensor):
         raise UnsupportedError(f"{name} is a DTensor; pass this rank's part, {name}.to_local()")
@@ -102,7 +102,7 @@ def check_differentiation(what: str, *tensors: Tensor | None) -> None:
             )
 
 
-def find_group(group: Any) -> dist.ProcessGroup | None:
+def find_group(group: object) -> dist.ProcessGroup | None:
     """Return a caller's group: a 1-D mesh's own, the default for None, None without torch.distributed.
 
     Raises:

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from ringspan.core.geometry.ranges import Ranges, size, stored
 from ringspan.torch.kernels.partials.merge import sum_many
-from ringspan.torch.kernels.partials.partial import Partial
+from ringspan.torch.kernels.partials.partial import Partial, WrittenRows
 from ringspan.torch.kernels.partials.waiting import Waiting
-from ringspan.torch.kernels.partials.written_rows import WrittenRows
 from ringspan.torch.transport.exchange import TensorSpec
 
 

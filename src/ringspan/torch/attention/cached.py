@@ -26,7 +26,7 @@ from ringspan.core.schedule.workspace import Shape
 from ringspan.torch.attention.part import Ring, accumulation_dtype, num_head_groups
 from ringspan.torch.attention.ring import forward
 from ringspan.torch.attention.spec import AttentionSpec
-from ringspan.torch.kernels.score_mod import Scores
+from ringspan.torch.kernels.contract import Scores
 from ringspan.torch.transport.agreement import agree, one_at_a_time
 from ringspan.torch.transport.protocol import transport_of
 

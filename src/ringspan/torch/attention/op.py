@@ -24,8 +24,8 @@ from ringspan.torch.attention.request import Request, checked
 from ringspan.torch.attention.ring import backward, forward
 from ringspan.torch.attention.spec import AttentionSpec
 from ringspan.torch.attention.ulysses import Ulysses
+from ringspan.torch.kernels.contract import Scores
 from ringspan.torch.kernels.device import rules_of
-from ringspan.torch.kernels.score_mod import Scores
 from ringspan.torch.transport.agreement import agree, one_at_a_time
 from ringspan.torch.transport.protocol import Transport, transport_of
 
@@ -144,7 +144,7 @@ def _backward(
         return *(ulysses.backward(ring, *inputs) if ulysses else backward(ring, *inputs)), dsinks
 
 
-def fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
     return empty_like(q, v.shape[-1]), lse
 
@@ -175,7 +175,7 @@ def _differentiate(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]
     return dq, dk, dv, dsinks if ctx.needs_input_grad[3] else None, None, None
 
 
-def refuse_again(ctx: Any, *gradients: Tensor) -> Never:
+def refuse_again(ctx: object, *gradients: Tensor) -> Never:
     raise UnsupportedError("ring_attention is differentiated once; its gradient has no backward pass of its own")
 
 

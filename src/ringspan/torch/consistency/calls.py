@@ -29,7 +29,7 @@ _REMEDIES: Final = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass
 class Call:
     """One rank's part of a collective call.
 
@@ -56,23 +56,18 @@ def preparing(mesh: DeviceMesh, name: str, *, between_replicas: bool = True) -> 
         raise
 
 
-@dataclass
-class Facts:
-    alike: Mapping[str, Any] = field(default_factory=dict)
-    alike_in_ring: Mapping[str, Any] = field(default_factory=dict)
-    targets: int = 0
-
-
 @contextmanager
-def meeting(mesh: DeviceMesh, name: str, *, between_replicas: bool = True) -> Iterator[Facts]:
-    """Prepare a call, then check that all ranks make the same; an error here is raised on all. See ``check_call``."""
-    facts, error = Facts(), None
+def meeting(mesh: DeviceMesh, name: str, *, between_replicas: bool = True) -> Iterator[Call]:
+    """Prepare a call, then check that all ranks make the same; an error here is raised on all. See ``check_call``.
+
+    Once they have met, ``targets`` is the sum over all ranks.
+    """
+    call = Call(name)
     try:
-        yield facts
+        yield call
     except Exception as raised:  # whatever it is, the other ranks must not wait for this one
-        error = raised
-    call = Call(name, facts.alike, facts.alike_in_ring, facts.targets, error)
-    facts.targets = check_call(mesh, call, between_replicas=between_replicas)
+        call.error = raised
+    call.targets = check_call(mesh, call, between_replicas=between_replicas)
 
 
 @contextmanager

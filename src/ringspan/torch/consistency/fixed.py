@@ -1,7 +1,8 @@
-"""Refusal of changes to a model on the ring: FSDP2 neither splits nor reduces later parameters or dtypes."""
+"""Refusal of changes to a model on the ring, whose later parameters FSDP2 ignores, and of direct calls of its parts."""
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from typing import Any, Final, Never
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.layers.modules import class_name, local_part, refusing
+from ringspan.torch.layers.modules import Mixin, class_name, local_part, refusing
 from ringspan.torch.layers.view import RingModel
 from ringspan.torch.memory.sharding import gathered_parameters, unseen_parameters
 
@@ -164,3 +165,41 @@ refuse_copy = refusing(  # copy.deepcopy
 def _one_of_each(model: nn.Module) -> list[Tensor]:
     kinds = {(p.dtype, p.device) for p in map(local_part, model.parameters())}
     return [torch.empty(0, dtype=dtype, device=device) for dtype, device in kinds]
+
+
+_passes: Final[list[str]] = []  # the calls of models that this process is in
+
+
+@contextmanager
+def calling_parts(name: str) -> Iterator[None]:
+    _passes.append(name)
+    try:
+        yield
+    finally:
+        _passes.pop()
+
+
+def refuse_own_calls(model: nn.Module, decoder: str) -> None:
+    """Make the decoder, embeddings, layers, norm and head raise outside of a pass."""
+    path = accumulate(decoder.split("."), "{}.{}".format)
+    children = [child for module in (model, *map(model.get_submodule, path)) for child in module.children()]
+    children += [layer for child in children if isinstance(child, nn.ModuleList) for layer in child]
+    # One for each class: layers of one class share compiled programs.
+    kinds: dict[type, type] = {}
+    for part in dict.fromkeys(children):
+        if not isinstance(part, nn.ModuleList) and next(part.parameters(), None) is not None:
+            plain = type(part)
+            if plain not in kinds:
+                kinds[plain] = type(plain.__name__, (_Part, plain), {"__module__": plain.__module__})
+            part.__class__ = kinds[plain]
+
+
+class _Part(Mixin):
+    def __call__(self: Any, *args: object, **kwargs: object) -> Any:
+        if not _passes and torch._C._current_graph_task_id() == -1:  # nor is it computed again in backward
+            raise UnsupportedError(
+                f"{class_name(self)} was called by itself: only a pass of the whole model on a ring gathers its "
+                "weights and splits its tokens. Compute from the logits of model(**batch) without labels, or from "
+                "weights made whole, weight.full_tensor() (docs/loop.md)"
+            )
+        return super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]

@@ -12,10 +12,9 @@ from torch import Tensor
 from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.messages.numbers import integer
 from ringspan.torch.consistency.calls import exchanging, meeting
-from ringspan.torch.consistency.fixed import check_fixed, keeping_buffers, known_parameters
+from ringspan.torch.consistency.fixed import calling_parts, check_fixed, keeping_buffers, known_parameters
 from ringspan.torch.consistency.loop_watch import in_call
 from ringspan.torch.consistency.optimizers import optimizer_facts
-from ringspan.torch.consistency.own_calls import calling_parts
 from ringspan.torch.data.batch import IGNORED, positions_of
 from ringspan.torch.data.batch_layout import BatchLayout
 from ringspan.torch.layers.positions import beyond_table
@@ -133,7 +132,7 @@ def _facts_of_ring(arguments: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _whole_number(number: Any) -> int:
+def _whole_number(number: object) -> int:
     if isinstance(number, Tensor) and number.numel() == 1:
         number = number.item()
     return integer(number, "num_items_in_batch", UnsupportedError, at_least=0)

@@ -54,7 +54,7 @@ def _note(optimizer: Optimizer, args: object, kwargs: object) -> None:
         give_shards(optimizer)
 
 
-def _end(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _end(optimizer: Optimizer, args: Any, kwargs: object) -> None:
     if is_local(optimizer):
         take_back(optimizer)
 
@@ -67,7 +67,7 @@ def _describe(optimizer: Optimizer) -> str:
     return f"{', '.join(str(len(group)) for group in groups)} (digest {digest})"
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringspan.core.messages.lines import few
 from ringspan.torch.transport.collectives import gather_over
 from ringspan.torch.transport.digest import digest_values
-from ringspan.torch.weights.finite import refuse_not_finite
+from ringspan.torch.weights.loading import refuse_not_finite
 from ringspan.torch.weights.packed import plain_parts
 
 _log: Final = logging.getLogger(__name__)

@@ -46,7 +46,7 @@ class Media:
     found: dict[str, Any] = field(default_factory=dict[str, Any])
     """A model's cached results."""
 
-    def to(self, *_: Any, **__: Any) -> "Media":
+    def to(self, *_: object, **__: object) -> "Media":
         """Return self: moving a batch to a device does not move images."""
         return self
 
@@ -70,7 +70,7 @@ def media_of(batch: Mapping[str, Any]) -> Media | None:
     return Media(tokens.cpu(), None if mask is None else marked_tokens(mask).cpu(), inputs)
 
 
-def _tensor(name: str, value: Any) -> Tensor:
+def _tensor(name: str, value: object) -> Tensor:
     """Return an input as a tensor, since models look there for per-image numbers."""
     try:
         made = torch.as_tensor(value)

@@ -1,24 +1,25 @@
 """transformers' ``generate`` on a ring: whole prompt in, whole text out on every rank, by the first one's logits."""
 
 import inspect
+import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ringspan.core.arguments import PREFILL_TOKENS
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.names import CacheDtypeName
 from ringspan.torch.consistency.calls import Call, check_call, exchanging, preparing
+from ringspan.torch.consistency.fixed import calling_parts
 from ringspan.torch.consistency.loop_watch import in_call
-from ringspan.torch.consistency.own_calls import calling_parts
 from ringspan.torch.generate.agreed import first_ranks_numbers
 from ringspan.torch.generate.cache.cache import RingCache
 from ringspan.torch.generate.cache.identity import reader_of
-from ringspan.torch.generate.cache.quality import CacheCost, cache_cost
 from ringspan.torch.generate.cache.saved import load, save
 from ringspan.torch.generate.options import agreed_options, cache_bytes
 from ringspan.torch.generate.passes import CachePass, agreed_pass, over_cache, unchecked
@@ -35,13 +36,55 @@ from ringspan.torch.runtime.mesh import text_groups
 from ringspan.torch.transport.digest import described
 
 
+class CacheCost(NamedTuple):
+    """Scores of one text over a cache in the model's precision and one in fewer bits."""
+
+    loss: float
+    """Mean negative log-probability of the scored tokens."""
+    loss_then: float
+    """Same loss over the other cache."""
+    logits_error: float
+    """Norm of the change of the last token's logits, by the norm of the logits."""
+    cache_bytes: int
+    """Bytes of this rank's share."""
+    cache_bytes_then: int
+    """Bytes of this rank's share of the other cache."""
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+    @property
+    def perplexity_then(self) -> float:
+        return math.exp(self.loss_then)
+
+
+@torch.no_grad()
+def cache_cost(model: Any, ids: Tensor, dtype: str, scored: int) -> CacheCost:
+    """Read all but the last ``scored`` + 1 tokens of ids (B, L) into both caches, and score the last over each."""
+    if ids.ndim != 2 or not 1 <= scored <= ids.shape[1] - 2:
+        raise UnsupportedError(f"scored={scored} of {tuple(ids.shape)} tokens: at least one must be read, one scored")
+    losses: list[float] = []
+    last: list[Tensor] = []
+    sizes: list[int] = []
+    for kind in (None, dtype):
+        cache = model.new_cache(kind)
+        model(ids[:, : -scored - 1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+        logits = model(ids[:, -scored - 1 : -1], past_key_values=cache, use_cache=True).logits.float()
+        losses.append(float(F.cross_entropy(logits.flatten(0, 1), ids[:, -scored:].flatten().to(logits.device))))
+        last.append(logits[:, -1])
+        sizes.append(cache.nbytes)
+    error = float((last[1] - last[0]).norm() / last[0].norm())
+    return CacheCost(losses[0], losses[1], error, sizes[0], sizes[1])
+
+
 class RingGenerator(RingCausalLM):
     ring_is_generating = False
     ring_prefill_tokens = PREFILL_TOKENS
     ring_on_read: Callable[[int], None] | None = None  # told the length of the cache after each chunk
 
     @torch.compiler.disable(recursive=False)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self: Any, *args: Any, **kwargs: object) -> Any:
         """Run a training or evaluation pass, or inside ``generate`` or given a ``RingCache`` one over a cache."""
         if not (self.ring_is_generating or isinstance(given_cache(kwargs), RingCache)):
             return super().__call__(*args, **kwargs)
@@ -123,7 +166,7 @@ class RingGenerator(RingCausalLM):
         return cache_cost(self, ids, dtype, scored)
 
     @torch.no_grad()
-    def generate(self: Any, *args: Any, weights: str = "auto", **kwargs: Any) -> Any:
+    def generate(self: Any, *args: Any, weights: str = "auto", **kwargs: object) -> Any:
         """Run ``transformers.GenerationMixin.generate`` on every rank: whole prompt in, whole text out.
 
         In float32 the tokens equal one process's, by the first rank's random numbers and clock. Greedy, sampling,
@@ -165,23 +208,16 @@ class RingGenerator(RingCausalLM):
 
 def refuse_states(model: RingModel) -> None:
     """Raise UnsupportedError for a model without a cache, with ALiBi, or with states that no cache can hold."""
-    decoder = decoder_on_ring(model)
+    decoder, reason = decoder_on_ring(model), None
     if cache_name(decoder) is None:
-        raise UnsupportedError(
-            f"{class_name(model)} does not generate on a ring: it keeps no cache, so that each token would need all of "
-            "the text again; save the model with save_pretrained and generate on one process"
-        )
-    if uses_alibi(decoder):
-        raise UnsupportedError(
-            f"{class_name(model)} does not generate on a ring: its attention has ALiBi, which a pass over a cache does "
-            "not compute yet; save the model with save_pretrained and generate on one process"
-        )
-    if has_index(decoder.config):
-        raise UnsupportedError(
-            f"{class_name(model)} does not generate on a ring: the keys of its index are in no cache of a ring "
-            "yet; save the model with save_pretrained and generate on one process"
-        )
-    if model.ring_stateful and (reason := why_no_cache(decoder)):
+        reason = "it keeps no cache, so that each token would need all of the text again"
+    elif uses_alibi(decoder):
+        reason = "its attention has ALiBi, which a pass over a cache does not compute yet"
+    elif has_index(decoder.config):
+        reason = "the keys of its index are in no cache of a ring yet"
+    elif model.ring_stateful:
+        reason = why_no_cache(decoder)
+    if reason:
         raise UnsupportedError(
             f"{class_name(model)} does not generate on a ring: {reason}; save the model with save_pretrained and "
             "generate on one process"

@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from ringspan.core.arguments import is_split
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.layout import CustomLayout
+from ringspan.core.geometry.mask import UNBOUNDED, Mask, Region, causal, sliding_window
 from ringspan.core.geometry.shares import Runs
 from ringspan.torch.attention.cached import Reach, Turn
 from ringspan.torch.consistency.calls import meeting
@@ -21,11 +23,10 @@ from ringspan.torch.data.media import MEDIA, Media, media_of
 from ringspan.torch.data.padding import marked_tokens
 from ringspan.torch.generate.cache.cache import RingCache, check_cache
 from ringspan.torch.generate.cache.identity import reader_of
-from ringspan.torch.generate.masks import layer_masks, real_runs
 from ringspan.torch.generate.positions import new_positions, new_shifts
 from ringspan.torch.layers.blockwise.head import head_of
 from ringspan.torch.layers.cache_names import OF_GENERATE, OURS, cache_name, name_ours
-from ringspan.torch.layers.decoder import finished_logits, text_config
+from ringspan.torch.layers.decoder import LayerKind, finished_logits, text_config
 from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.numbering import counts_real_tokens, first_position, told
 from ringspan.torch.layers.positions import beyond_table, rotates
@@ -33,9 +34,8 @@ from ringspan.torch.layers.rope import set_global_length
 from ringspan.torch.layers.view import RingModel, decoder_on_ring
 from ringspan.torch.model.forward_arguments import check_arguments
 from ringspan.torch.multimodal.checks import check_media
-from ringspan.torch.multimodal.kinds import Kind, has_grid_positions
-from ringspan.torch.multimodal.prompts import PromptImages
-from ringspan.torch.multimodal.token_types import Blocks
+from ringspan.torch.multimodal.kinds import Blocks, Kind, has_grid_positions
+from ringspan.torch.multimodal.towers import PromptImages
 from ringspan.torch.recurrence.current import Before, SequencePass, passing
 from ringspan.torch.transport.digest import described
 
@@ -112,7 +112,7 @@ def _media(model: RingModel, asked: CachePass, given: dict[str, Any]) -> Media |
     return media
 
 
-def _of_prompt(media: Media, ids: Any) -> Media:
+def _of_prompt(media: Media, ids: object) -> Media:
     """Return a prompt's images from rows repeated per beam; raise UnsupportedError for other tokens."""
     rows, count = media.tokens.shape
     if isinstance(ids, Tensor) and ids.ndim == 2 and len(ids) % rows == 0:
@@ -279,3 +279,48 @@ def unchecked(model: nn.Module) -> Iterator[None]:
     finally:
         for module in modules:
             module.gradient_checkpointing = True  # pyright: ignore[reportArgumentType]
+
+
+def real_runs(attention_mask: Tensor) -> tuple[Runs, ...]:
+    """Return the runs (start, count) of ones of each sequence of a mask (B, S)."""
+    edges = torch.nn.functional.pad(attention_mask.bool().int(), (1, 1)).diff(dim=1)
+    found: list[Runs] = []
+    for row in edges:
+        starts, ends = ((row == sign).nonzero().flatten().tolist() for sign in (1, -1))
+        found.append(tuple((start, end - start) for start, end in zip(starts, ends, strict=True)))
+    return tuple(found)
+
+
+def layer_masks(
+    kind: LayerKind, start: int, length: int, real: Sequence[Runs] | None, blocks: Sequence[Blocks] | None
+) -> tuple[Mask, ...]:
+    """Return ``layer_mask`` of each sequence, or one if all agree. Tokens of a block see its later ones too."""
+    rows = len(real or blocks or (None,))
+    masks: list[Mask] = []
+    for runs, of_row in zip(real or [None] * rows, blocks or [()] * rows, strict=True):
+        before = layer_mask(kind, start, length, runs)
+        masks.append(Mask((*before.regions, *(Region(one, end, one, end, hi=-1) for one, end in of_row))))
+    return tuple(masks)
+
+
+def layer_mask(kind: LayerKind, start: int, length: int, real: Runs | None) -> Mask:
+    """Return the mask of queries at [start, length) over keys at [0, length): of ``real`` runs, all if None."""
+    if real is None and kind.chunk is None:
+        return causal() if kind.window is None else sliding_window(kind.window)
+    hi = UNBOUNDED if kind.window is None else kind.window - 1
+    regions = [
+        Region(q0, q1, max(k0, first), min(k1, first + count), 0, hi)
+        for q0, q1, k0, k1 in _chunks(kind.chunk, start, length, real)
+        for first, count in (((0, UNBOUNDED),) if real is None else real)
+    ]
+    return Mask(tuple(region for region in regions if not region.is_empty))
+
+
+def _chunks(size: int | None, start: int, length: int, real: Runs | None) -> list[tuple[int, int, int, int]]:
+    """Return queries and keys by chunk, counted from the first token after left padding."""
+    if size is None:
+        return [(0, UNBOUNDED, 0, UNBOUNDED)]
+    origin = real[0][0] if real else 0
+    first = origin + (start - origin) // size * size
+    edges = range(first, length + size, size)
+    return [(one, other, one, other) for one, other in pairwise(edges)]

@@ -1,5 +1,6 @@
-"""Inputs and outputs of a local attention kernel."""
+"""Inputs and results of local attention kernels: scores, launches, heads of a size, mirrored tiles."""
 
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
@@ -7,7 +8,34 @@ from torch import Tensor
 from ringspan.core.geometry.tile import Tile
 from ringspan.core.schedule.kernel_launches import KernelLaunch, KernelLaunches
 from ringspan.torch.kernels.memory import Memory
-from ringspan.torch.kernels.score_mod import Scores
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Scores ``s = scale q . k``, then ``softcap tanh(s / softcap)`` (Gemma 2), then ``s - slope |p - p'|`` (ALiBi).
+
+    p, p' are global positions (Press et al. 2022). ``slopes`` (H,) float32, one per query head; with them
+    ``query_positions`` (rows,) and ``key_positions`` (keys,) int64 are set, for a tile.
+    """
+
+    scale: float
+    softcap: float = 0.0
+    slopes: Tensor | None = None
+    query_positions: Tensor | None = None
+    key_positions: Tensor | None = None
+
+    @property
+    def beyond_plain(self) -> str | None:
+        """Return why a kernel that masks, then only scales, cannot compute them; None if it can."""
+        return "it has no softcap and no ALiBi slopes" if self.softcap or self.slopes is not None else self.lifts_masked
+
+    @property
+    def lifts_masked(self) -> str | None:
+        """Return why a kernel that masks before scaling cannot serve: -inf would not stay lowest; else None."""
+        return None if self.scale > 0 else f"it needs a scale above 0, this is {self.scale}"
+
+    def heads(self, heads: slice) -> "Scores":
+        return self if self.slopes is None else replace(self, slopes=self.slopes[heads])
 
 
 class BackwardInputs(NamedTuple):
@@ -72,3 +100,42 @@ class InPlace(Kernel, Protocol):
     def backward_into(
         self, given: BackwardInputs, launch: KernelLaunch, scores: Scores, dq: Tensor, dk: Tensor, dv: Tensor
     ) -> None: ...
+
+
+def too_large(q: Tensor, v: Tensor, largest: int) -> str | None:
+    size = max(q.shape[-1], v.shape[-1])
+    return None if size <= largest else f"its heads have at most {largest} numbers, these have {size}"
+
+
+def one_size(*tensors: Tensor, multiple: int = 1) -> tuple[Tensor, ...]:
+    """Pad all heads with zeros to the largest size, rounded up to a multiple: scores do not change."""
+    size = -(-max(x.shape[-1] for x in tensors) // multiple) * multiple
+    return tuple(x if x.shape[-1] == size else _filled_up(x, size) for x in tensors)
+
+
+def _filled_up(x: Tensor, size: int) -> Tensor:
+    """Return a contiguous copy: torch's ``pad`` may take a head of size 1 for channels-last."""
+    wider = x.new_empty((*x.shape[:-1], size))
+    wider[..., : x.shape[-1]] = x
+    wider[..., x.shape[-1] :] = 0
+    return wider
+
+
+def mirrored_forward(
+    kernel: Returning, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores
+) -> tuple[Tensor, Tensor]:
+    # Copies of the tensors, in return for kernels that know one triangle only.
+    out, lse = kernel.forward(q.flip(2), k.flip(2), v.flip(2), _mirrored(launch), scores)
+    return out.flip(2), lse.flip(2)
+
+
+def mirrored_backward(
+    kernel: Returning, given: BackwardInputs, launch: KernelLaunch, scores: Scores
+) -> tuple[Tensor, Tensor, Tensor]:
+    flipped = BackwardInputs(*(x.flip(2) for x in given))
+    dq, dk, dv = kernel.backward(flipped, _mirrored(launch), scores)
+    return dq.flip(2), dk.flip(2), dv.flip(2)
+
+
+def _mirrored(launch: KernelLaunch) -> KernelLaunch:
+    return KernelLaunch.of(launch.tile.mirrored(launch.num_rows, launch.num_keys))

@@ -17,7 +17,7 @@ from ringspan.core.errors import UnsupportedError
 _HOOKS: Final = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 
-def hidden_of(result: Any) -> Any:
+def hidden_of(result: object) -> Any:
     return result[0] if isinstance(result, tuple) else result
 
 
@@ -66,7 +66,7 @@ def own_config(model: PreTrainedModel) -> None:
                 vars(module)[name] = copies[id(value)]
 
 
-def mix_in(module: nn.Module, mixin: type, **attributes: Any) -> None:
+def mix_in(module: nn.Module, mixin: type, **attributes: object) -> None:
     """Put a mixin before a module's class, which keeps its name for saved configs, and set attributes, in place.
 
     A forward set on the module itself moves after the mixin. Functions become methods; other values belong to the
@@ -111,7 +111,7 @@ def seen_as(plain: Callable[..., Any], forward: Callable[..., Any], without: str
     """Give a forward the signature of another, less one parameter: Trainer and ``generate`` inspect it."""
 
     @wraps(plain)
-    def seen(*args: Any, **kwargs: Any) -> Any:
+    def seen(*args: Any, **kwargs: object) -> Any:
         return forward(*args, **kwargs)
 
     signature = inspect.signature(plain)

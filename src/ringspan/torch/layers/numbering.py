@@ -82,7 +82,7 @@ class _Told(Mixin):
 
     ring_positions: Tensor | None = None
 
-    def forward(self: Any, first: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self: Any, first: object, *args: Any, **kwargs: object) -> Tensor:
         positions = self.ring_positions
         if positions is None:
             return super().forward(first, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]

@@ -18,12 +18,12 @@ from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.data.batch_layout import BatchLayout
+from ringspan.torch.layers.blockwise.blocks import RouterRecorder
 from ringspan.torch.layers.blockwise.head import input_size, output_size
 from ringspan.torch.layers.decoder import text_config
 from ringspan.torch.layers.modules import class_name, instead
-from ringspan.torch.layers.router_record import RouterRecorder
 from ringspan.torch.layers.view import ModelView, RingModel
-from ringspan.torch.transport.sums import Sum
+from ringspan.torch.transport.collectives import Sum
 
 _COEFFICIENTS: Final = ("router_aux_loss_coef", "aux_loss_coef")
 

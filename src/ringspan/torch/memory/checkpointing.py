@@ -147,5 +147,5 @@ class _InSegments(Mixin):
             return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _keep_layer_attention(ctx: Any, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+def _keep_layer_attention(ctx: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if operator == _LAYER else CheckpointPolicy.PREFER_RECOMPUTE

@@ -95,7 +95,7 @@ def note_copies(model: FSDPModule) -> None:
 
 
 @torch.compiler.disable()
-def with_shards(model: FSDPModule, output: Any) -> Any:
+def with_shards(model: FSDPModule, output: object) -> Any:
     """Put the shards back after a forward pass and return its output; copies wait for backward."""
     # A copy's gradient is summed over ranks: a penalty on a whole weight would count once for each of them.
     for tensor in tree_leaves(output):

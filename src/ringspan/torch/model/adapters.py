@@ -94,7 +94,7 @@ class _RingPeft(_Frozen):
         settle(self.get_base_model())
         return super().named_parameters(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+    def save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: object) -> None:
         """Write an adapter folder as ``PeftModel.save_pretrained`` does, weight by weight; every rank calls it.
 
         UnsupportedError for a conversion of initialised adapters; PeerMismatch on other ranks if rank 0 could not

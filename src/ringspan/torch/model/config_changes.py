@@ -32,7 +32,7 @@ _ABSENT: Final = {"attention_dropout": 0.0, "is_causal": True, "sliding_window":
 def deciding_fields(config: Any) -> dict[str, Any]:
     """Return the fields that decide numbers, of a config (or dict) and those inside, as JSON values."""
 
-    def kept(value: Any) -> Any:
+    def kept(value: object) -> Any:
         if isinstance(value, dict):
             fields = sorted(value.items(), key=lambda field: str(field[0]))
             return {str(name): kept(each) for name, each in fields if name not in _NAMES}
@@ -60,7 +60,7 @@ def check_configs(copies: Iterable[ConfigCopy]) -> None:
             _compare(config.model_type, config, before, now)
 
 
-def _fields(value: Any) -> Any:
+def _fields(value: object) -> Any:
     """Copy all config fields into dicts and lists, since ``==`` of configs fails if layers differ (Gemma 4)."""
     if isinstance(value, PreTrainedConfig):
         value = vars(value)

@@ -16,7 +16,7 @@ from ringspan.torch.layers.positions import note_length
 from ringspan.torch.layers.rope import set_global_length
 from ringspan.torch.layers.view import RingModel, decoder_on_ring
 from ringspan.torch.model.recurrent import starts_of
-from ringspan.torch.multimodal.token_types import Blocks, blocks_of
+from ringspan.torch.multimodal.kinds import Blocks, blocks_of
 from ringspan.torch.multimodal.towers import find_pass
 from ringspan.torch.recurrence.current import SequencePass, passing
 

@@ -119,7 +119,7 @@ def _wrapped(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     compute = _fused if name in _FUSED else _convolved if name == _CONVOLUTION else functools.partial(_scanned, name)
 
     @functools.wraps(plain)
-    def over_spans(*args: Any, **kwargs: Any) -> Any:
+    def over_spans(*args: Any, **kwargs: object) -> Any:
         sequences = current_pass()
         if sequences is None:
             return plain(*args, **kwargs)

@@ -34,7 +34,7 @@ _NOT_SAVED: Final = {
 class Saved:
     ring_mesh: DeviceMesh
 
-    def save_pretrained(self: Any, save_directory: str | os.PathLike[str], **kwargs: Any) -> None:
+    def save_pretrained(self: Any, save_directory: str | os.PathLike[str], **kwargs: object) -> None:
         """Write a Hugging Face folder as ``PreTrainedModel.save_pretrained``, in files of ``max_shard_size`` (5GB).
 
         Every rank calls it. Rank 0 writes pieces of tensors, and replaces earlier weights when all are complete.

@@ -17,7 +17,7 @@ from ringspan.core.names import kernel_name
 from ringspan.core.schedule.route import Route, member_heads
 from ringspan.torch import kernels
 from ringspan.torch.attention.comm_dtype import check_comm_dtype
-from ringspan.torch.kernels.score_mod import Scores
+from ringspan.torch.kernels.contract import Scores
 from ringspan.torch.layers.blockwise.head import input_size, joined, refuse_mixing
 from ringspan.torch.layers.decoder import (
     INDEXED_LAYER,
@@ -38,8 +38,7 @@ from ringspan.torch.layers.view import ModelView
 from ringspan.torch.model.attention.support import refuse_attention
 from ringspan.torch.model.recurrent import refuse_stateful
 from ringspan.torch.model.splittable import DEQUANTISE, refuse_weights
-from ringspan.torch.weights.finite import named_in, refuse_not_finite
-from ringspan.torch.weights.loading import filled
+from ringspan.torch.weights.loading import filled, named_in, refuse_not_finite
 
 _log: Final = logging.getLogger(__name__)
 

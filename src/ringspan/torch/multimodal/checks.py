@@ -10,8 +10,7 @@ from ringspan.torch.data.media import Media
 from ringspan.torch.layers.decoder import text_config
 from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.view import RingModel
-from ringspan.torch.multimodal.kinds import KINDS, Kind, Modality, placeholder
-from ringspan.torch.multimodal.token_types import blocks_of, grid_positions, is_of
+from ringspan.torch.multimodal.kinds import KINDS, Kind, Modality, blocks_of, grid_positions, is_of, placeholder
 from ringspan.torch.runtime.mesh import tensor_axis
 
 

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import pad
 
 from ringspan.torch.data.batch_layout import BatchLayout
 from ringspan.torch.data.media import Media
@@ -19,9 +20,8 @@ from ringspan.torch.layers.view import ModelView, RingModel, decoder_on_ring
 from ringspan.torch.memory.checkpointing import checkpoint_all
 from ringspan.torch.multimodal.checks import check_counts
 from ringspan.torch.multimodal.cuts import Inputs, pieces_of
-from ringspan.torch.multimodal.kinds import Kind, Modality
+from ringspan.torch.multimodal.kinds import Blocks, Kind, Modality, blocks_of, is_of
 from ringspan.torch.multimodal.shares import exchange, make_plan, share_out
-from ringspan.torch.multimodal.token_types import is_of
 from ringspan.torch.transport.collectives import gather, gather_over
 
 
@@ -63,7 +63,7 @@ class Made(NamedTuple):
         return self.output
 
 
-def _as(before: Any, rows: Tensor) -> Any:
+def _as(before: object, rows: Tensor) -> Any:
     if not isinstance(before, Tensor):
         return [rows]
     return rows[None] if before.ndim == 3 else rows
@@ -122,7 +122,7 @@ class SharedTowers:
         finally:
             vars(inner).pop("ring_pass", None)
 
-    def asked(self, inner: Any, name: str) -> Any:
+    def asked(self, inner: object, name: str) -> Any:
         if self.kind.features is None:
             return getattr(inner, f"get_{name}_features")()
         return self.features(name, partial(self.kind.features, inner))
@@ -253,3 +253,48 @@ class _Sound(RingTowers):
 
 
 _MIXINS: dict[str, type] = {"audio": _Sound, "image": _Images, "video": _Videos}
+
+
+class PromptImages(SharedTowers):
+    """Images of a prompt of ``rows`` and ``count`` new tokens over a cache, the same on every rank."""
+
+    def __init__(self, model: Any, media: Media, rows: int, count: int) -> None:
+        super().__init__(model)
+        self.media, self._repeats = media, rows // len(media)
+        self._behind = count - media.tokens.shape[1]
+        blocks = blocks_of(self.kind, media, None)
+        self.blocks: list[Blocks] | None = blocks and [row for row in blocks for _ in range(self._repeats)]
+        """The runs of tokens of each sequence that see each other both ways."""
+        self._made: dict[str, Made] = {}
+        self._columns: Tensor | None = None
+        """Of the new tokens, those that are read now."""
+        for modality in self.kind.modalities:
+            if modality.cut.pixels in media.inputs:
+                self.add(modality, media.inputs, is_counted=True)
+                with self.active() as inner:
+                    self.asked(inner, modality.name)
+
+    def features(self, name: str, compute: Callable[..., Any]) -> Any:
+        """Return all embeddings at first, kept by every rank; then the embeddings of tokens being read."""
+        work = self.works[name]
+        places = is_of(self.model, work.modality, self.media.tokens)
+        if name not in self._made:
+            made = self.make(work, compute)
+            by_rank = self.counted(work, made, places.sum(1).tolist())
+            parts = [made.rows.new_empty((count, made.rows.shape[1])) for count in by_rank]
+            parts[self.rank] = made.rows
+            for rank, part in enumerate(parts):
+                dist.broadcast(part, group_src=rank, group=self.group)
+            self._made[name] = made._replace(rows=torch.cat(parts))
+            return made.output
+        assert self._columns is not None, "a turn says which"
+        made = self._made[name]
+        numbers = (places.flatten().cumsum(0) - 1).view(places.shape).masked_fill(~places, -1)
+        numbers = pad(numbers, (0, self._behind), value=-1)[:, self._columns].repeat_interleave(self._repeats, 0)
+        wanted = numbers[numbers >= 0]
+        return made.placed(made.rows[wanted.to(made.rows.device)])
+
+    def read(self, columns: Tensor, given: dict[str, Any]) -> Any:
+        """Run the model below the head on these new tokens, with images in place."""
+        self._columns = columns
+        return self.decoded(given)

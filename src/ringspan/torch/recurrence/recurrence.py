@@ -234,7 +234,7 @@ class _Recurrence(torch.autograd.Function):
 @torch.compiler.disable()
 def convolution(
     function: Callable[..., Tensor], x: Tensor, weight: Tensor, bias: Tensor | None, sequences: SequencePass,
-    **options: Any,
+    **options: object,
 ) -> Tensor:  # fmt: skip
     """Compute a causal convolution of local tokens, each document by itself; differentiable and collective."""
     # ``function(x, weight, bias, **options)`` computes it of consecutive tokens, zeros before the first; x (B, C, T),

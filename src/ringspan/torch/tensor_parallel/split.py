@@ -6,7 +6,7 @@ with the local parts.
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -22,8 +22,7 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.blockwise.head import vocabularies
 from ringspan.torch.layers.decoder import of_layers, text_config
 from ringspan.torch.layers.modules import Mixin, computes_as, hooks_of, local_part, mix_in
-from ringspan.torch.tensor_parallel.lora import WHOLE, with_adapters
-from ringspan.torch.transport.sums import Sum, SumOfGradients
+from ringspan.torch.transport.collectives import Sum, SumOfGradients
 from ringspan.torch.weights.packed import is_packed
 
 _COLUMNS: Final = ("colwise", "colwise_gather_output", "colwise_rep")  # the last is the second one's former name
@@ -293,3 +292,30 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         return gradients[0].narrow(-1, ctx.rank * ctx.size, ctx.size), None
+
+
+WHOLE: Final = "whole"  # the style of a module that every rank has all of
+
+_LORA: Final = "peft.tuners.lora"
+
+
+def with_adapters(styles: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Replace LoRA adapters in projection styles by their parts; refuse adapters that are more than two matrices."""
+    result: dict[str, str] = {}
+    for path, style in styles.items():
+        module: Any = modules.get(path)
+        if style not in ("colwise", "rowwise") or not _is_lora(module):
+            result[path] = style
+            continue
+        if module.lora_variant or len(module.lora_embedding_A):
+            names = ", ".join(sorted({type(variant).__name__ for variant in module.lora_variant.values()}))
+            raise UnsupportedError(f"{path} has an adapter that tp cannot split ({names}); use plain LoRA, or tp=1")
+        result[f"{path}.base_layer"] = style
+        for name in module.lora_A:
+            result[f"{path}.lora_A.{name}"] = WHOLE if style == "colwise" else style
+            result[f"{path}.lora_B.{name}"] = style if style == "colwise" else WHOLE
+    return result
+
+
+def _is_lora(module: object) -> bool:
+    return type(module).__module__.startswith(_LORA) and type(module).__name__ == "Linear"

@@ -202,12 +202,12 @@ def _numbered(index: int | None) -> dict[str, int]:
     return {} if index is None else {"index": index}
 
 
-def _whole_of(x: Any) -> Any:
+def _whole_of(x: object) -> Any:
     # Contiguous, as deferred tensors say they are: PyTorch chose the operations by that.
     return whole(x).contiguous() if isinstance(x, Deferred) else x
 
 
-def _meta_of(x: Any) -> Any:
+def _meta_of(x: object) -> Any:
     return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
 
 

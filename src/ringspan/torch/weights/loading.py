@@ -1,6 +1,6 @@
-"""Creation of a transformers model without weights, and reading of this rank's part of them."""
+"""Creation of a transformers model without weights, reading of this rank's part of them, and NaN in them."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -28,8 +28,39 @@ from ringspan.core.errors import ConfigError
 from ringspan.core.messages.lines import one_line
 from ringspan.torch.weights.deferred import Deferred, held_regions, part, region_of, sources_of, whole
 from ringspan.torch.weights.files import WeightFiles
-from ringspan.torch.weights.finite import refuse_not_finite
-from ringspan.torch.weights.loaded import check_loaded
+
+_NUMBERS: Final = 1 << 24  # at a time, of which torch may make a copy
+
+
+def refuse_not_finite(named: Iterable[tuple[str, Tensor]], *, masks: bool = True) -> None:
+    """Raise ConfigError for NaN and infinity in unpacked weights; ``masks`` allows -inf in vectors (bias, sinks)."""
+    for name, weight in named:
+        if count := _num_not_finite(weight, masks=masks):
+            raise ConfigError(
+                f"{name} has {count} numbers that are NaN or infinite; take weights from before a run diverged, or "
+                "convert or download them again"
+            )
+
+
+def named_in(model: nn.Module, part: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield a submodule's parameters by their names in the model."""
+    ours = {id(parameter) for parameter in part.parameters()}
+    return ((name, parameter) for name, parameter in model.named_parameters() if id(parameter) in ours)
+
+
+@torch.no_grad()
+def _num_not_finite(weight: Tensor, *, masks: bool) -> int:
+    known = weight.is_floating_point() and weight.dtype != torch.float4_e2m1fn_x2
+    if not known or weight.is_meta or isinstance(weight, DTensor):
+        return 0
+    count = 0
+    for some in weight.detach().reshape(-1).split(_NUMBERS):
+        some = some.float() if some.dtype.itemsize == 1 else some  # torch does not add up float8
+        if not some.sum().isfinite():  # at the speed of memory; of float16 the sum of finite numbers may be infinite
+            wrong = ~some.isfinite()
+            count += int((wrong & (some != -torch.inf) if masks and weight.ndim < 2 else wrong).sum())
+    return count
+
 
 _SOURCE: Final = "ring_source"  # the attribute of a parameter without memory that says where its numbers are
 
@@ -215,3 +246,18 @@ def fill_shards(model: nn.Module, sources: dict[str, Deferred]) -> Exception | N
         if message is not local and copies:
             local.copy_(message)
     return problem
+
+
+def check_loaded(where: str, found: Mapping[str, Any]) -> None:
+    """Raise ConfigError for missing or mismatched weights, which transformers would draw at random."""
+    # ``found``: the loading info of ``from_pretrained(..., ignore_mismatched_sizes=True)``; ``where``: the user's call.
+    remedy = "use the config.json that belongs to the weights"
+    if found["mismatched_keys"]:
+        name, here, wanted = min(found["mismatched_keys"])
+        raise ConfigError(f"{where}: {name} is {list(here)} there, and {list(wanted)} in the model; {remedy}")
+    if found["missing_keys"]:
+        raise ConfigError(f"{where}: has no {first_of(found['missing_keys'])}; {remedy}")
+
+
+def first_of(names: set[str]) -> str:
+    return f"{min(names)} ({len(names)} weights in all)" if len(names) > 1 else min(names)

@@ -15,9 +15,8 @@ from ringspan.core.messages.extras import require
 from ringspan.core.names import BatchLayoutName, CheckpointName, CommDtypeName, KernelName, OffloadName
 from ringspan.core.schedule.route import Route
 from ringspan.core.step_config import StepConfig
-from ringspan.train.config.adapter_table import AdapterConfig
 from ringspan.train.config.data_table import DataConfig
-from ringspan.train.config.model_table import ModelConfig
+from ringspan.train.config.model_table import AdapterConfig, ModelConfig
 from ringspan.train.config.table import Table
 
 

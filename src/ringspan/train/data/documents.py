@@ -18,8 +18,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.core.files.named import why_no_folder
 from ringspan.core.messages.lines import few, one_line, refused
 from ringspan.plan.model.hub import from_hub
-from ringspan.train.config.data_table import DataConfig
-from ringspan.train.config.paths import FoundFiles, find_files
+from ringspan.train.config.data_table import DataConfig, FoundFiles, find_files
 
 logger = logging.getLogger(__name__)
 # Part of each cache key: raise it when the same files would give other documents.
@@ -175,7 +174,7 @@ def _decoded(data: bytes) -> str | None:
         return None
 
 
-def _field_of(row: Any, text_field: str, place: str) -> str | None:
+def _field_of(row: object, text_field: str, place: str) -> str | None:
     if not isinstance(row, dict) or text_field not in row:
         raise _no_field(place, text_field, list(row) if isinstance(row, dict) else [])
     text = row[text_field]

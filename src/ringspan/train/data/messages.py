@@ -13,8 +13,7 @@ from typing import Any, Final
 
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.lines import refused
-from ringspan.train.config.data_table import DataConfig
-from ringspan.train.config.paths import find_files
+from ringspan.train.config.data_table import DataConfig, find_files
 from ringspan.train.data.documents import NOT_UTF8, json_rows
 
 # What a part of a message may be beside text, and the keys that transformers' processors know its path by.
@@ -76,7 +75,7 @@ def _rows(file: Path) -> Iterator[tuple[str, Any]]:
             yield place, row
 
 
-def _example(row: Any, name: str, place: str, folder: Path) -> Example:
+def _example(row: object, name: str, place: str, folder: Path) -> Example:
     messages = row.get(name) if isinstance(row, dict) else None
     if not _is_list(messages) or not messages:
         raise ConfigError(f"data.messages = {name!r}: {place} has no list of messages there; name another field")
@@ -116,7 +115,7 @@ def _part(part: Any, place: str, folder: Path) -> dict[str, Any]:
     return {"type": kind, kind: _resolved(paths, kind, place, folder)}
 
 
-def _resolved(given: Any, kind: str, place: str, folder: Path) -> Any:
+def _resolved(given: object, kind: str, place: str, folder: Path) -> Any:
     paths: list[str] = []
     for name in _names(given):
         if "://" in name:

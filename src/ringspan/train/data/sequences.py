@@ -147,7 +147,7 @@ class Data:
     """Tokens in no sequence of train or eval."""
 
 
-def build_seen(config: TrainConfig, processor: Any) -> Data:
+def build_seen(config: TrainConfig, processor: object) -> Data:
     """Build a run's sequences of conversations (data.messages), the last ones held out."""
     settings, conversations = config.data, read_conversations(config.data)
     examples = conversations.examples

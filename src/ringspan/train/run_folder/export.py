@@ -1,32 +1,39 @@
-"""A run's result: a Hugging Face folder, complete or absent."""
+"""A run's result, or one of its checkpoints: a Hugging Face folder, complete or absent."""
 
+import json
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
+from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ringspan.core.errors import CheckpointError
-from ringspan.core.messages.lines import one_line
-from ringspan.torch.layers.positions import as_trained
+from ringspan.checkpoints.manifest import TensorEntry, read_manifest, verify
+from ringspan.checkpoints.shards import Chunk, opened_shards, read_chunk
+from ringspan.core.errors import CheckpointError, ConfigError
+from ringspan.core.files.named import read_small
+from ringspan.core.messages.lines import one_line, refused
+from ringspan.torch.layers.positions import as_trained, note_length
 from ringspan.torch.model.adapters import adapter_weights, base_of, is_peft
 from ringspan.torch.model.saving import voted
+from ringspan.torch.weights.deferred import Region, deferred, shape_of
 from ringspan.torch.weights.loading import auto_class
-from ringspan.torch.weights.saving import plan_weights, write_weights
+from ringspan.torch.weights.saving import plan_files, plan_weights, saved_names, write_weights
 from ringspan.torch.weights.writing import MAX_SHARD_SIZE, missing_room
 from ringspan.train.adapter import plan_merged, write_adapter
-
-if TYPE_CHECKING:  # it reads text, which folders are written without
-    from ringspan.train.model import Tokenizer
+from ringspan.train.model import Tokenizer, load_model_config
+from ringspan.train.run_folder.record import RECORD, recorded
+from ringspan.train.run_folder.resume import tokenizer_of
 
 
 def save_model(
-    model: Any, tokenizer: "Tokenizer", folder: Path, dtype: torch.dtype, *, merge: bool = False
+    model: Any, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype, *, merge: bool = False
 ) -> str | None:
     """Write weights, config and tokenizer into ``folder``; return any error on every rank, all of which call it.
 
@@ -43,7 +50,7 @@ def save_model(
     return None
 
 
-def _save_whole(model: Any, tokenizer: "Tokenizer", folder: Path, dtype: torch.dtype, *, merge: bool) -> None:
+def _save_whole(model: Any, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype, *, merge: bool) -> None:
     is_writer, base = dist.get_rank() == 0, base_of(model) if merge else model
     config = _config_of(base)
     if merge:
@@ -70,7 +77,7 @@ def _save_whole(model: Any, tokenizer: "Tokenizer", folder: Path, dtype: torch.d
         _together(model, finish if is_writer else None)
 
 
-def _save_adapter(model: Any, tokenizer: "Tokenizer", folder: Path, dtype: torch.dtype) -> None:
+def _save_adapter(model: Any, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype) -> None:
     is_writer = dist.get_rank() == 0
 
     def begin() -> None:
@@ -133,3 +140,90 @@ def _together(model: Any, work: Callable[[], None] | Exception | None) -> None:
             raise CheckpointError(f"{type(error).__name__}: {one_line(error)}") from error
 
     voted(model, "writing the model", attempt)
+
+
+_PREFIX: Final = "model/"
+
+
+def export_checkpoint(
+    run: Path,
+    step: int | None,
+    folder: Path,
+    *,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    doing: Callable[[str], None] = lambda what: None,
+) -> tuple[int, int]:
+    """Export a checkpoint (None: the newest) like ``<run>/model``; return its step and weight bytes."""
+    if folder.exists():
+        raise ConfigError(f"{folder}: is there already; give another folder, or remove it")
+    config, saved = _settings_of(run), _checkpoint_of(run, step)
+    if config.adapter.rank is not None:
+        raise ConfigError(
+            f"{run}: its checkpoints hold an adapter alone; use the adapter or merged model in {run / 'model'}"
+        )
+    manifest = read_manifest(saved)
+    for number, name in enumerate(sorted(manifest.files), start=1):
+        doing(f"checking file {number} of {len(manifest.files)}")
+        verify(saved, manifest, name)
+    model_config = load_model_config(config)
+    dtype = getattr(torch, config.model.dtype)
+    with torch.device("meta"):
+        auto = auto_class(model_config, sees=config.data.messages is not None)
+        plain: Any = auto.from_config(model_config, trust_remote_code=config.model.trust_remote_code)
+    if config.data.documents != "separate":
+        note_length(plain, config.data.sequence_length_tokens, says=False)
+    tensors: dict[str, Tensor] = {}
+    for place, (name, aliases) in enumerate(saved_names(plain).items()):
+        stored = next((_PREFIX + each for each in aliases if _PREFIX + each in manifest.tensors), None)
+        if stored is None:
+            raise CheckpointError(f"{saved}: has no {name}; is it of another model? use its own")
+        tensors[name] = deferred(_Saved(saved, stored, manifest.tensors[stored], place))
+    plan = plan_files(plain, tensors, max_shard_size=max_shard_size, dtype=dtype)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    if problem := missing_room(folder.parent, plan.num_bytes):
+        raise CheckpointError(problem)
+    with refused(f"{folder} was not written", OSError, error_type=CheckpointError), scratch_beside(folder) as scratch:
+        with as_trained(plain):
+            write_configs(scratch, plain.config, dtype)
+        for number, name in enumerate(plan.files, start=1):
+            doing(f"writing file {number} of {len(plan.files)}")
+            plan.write(name, scratch)
+        plan.write_index(scratch, plain.num_parameters())
+        if tokenizer := tokenizer_of(run):
+            shutil.copytree(tokenizer, scratch, dirs_exist_ok=True)
+        put_beside(scratch, folder)
+    return manifest.step, plan.num_bytes
+
+
+def _settings_of(run: Path) -> Any:
+    if not (run / RECORD).exists():
+        raise ConfigError(f"{run}: is no folder of a run ({RECORD} is missing)")
+    with refused(f"{run / RECORD}: is not the record of a run", OSError, ValueError, KeyError, TypeError):
+        return recorded(json.loads(read_small(run / RECORD))["config"])[0]
+
+
+def _checkpoint_of(run: Path, step: int | None) -> Path:
+    there = sorted(
+        int(path.name.removeprefix("step_"))
+        for path in (run / "checkpoints").glob("step_*")
+        if path.name.removeprefix("step_").isdecimal()
+    )
+    if not there:
+        raise ConfigError(f"{run}: has no checkpoint; train it first")
+    chosen = there[-1] if step is None else step
+    if chosen not in there:
+        raise ConfigError(f"{run}: has no checkpoint of step {chosen}; there are {', '.join(map(str, there))}; use one")
+    return run / "checkpoints" / f"step_{chosen:08d}"
+
+
+class _Saved:
+    def __init__(self, folder: Path, name: str, entry: TensorEntry, place: int) -> None:
+        self.name, self.shape, self.dtype = name, entry.shape, getattr(torch, entry.dtype)
+        self.place: tuple[int, int] = (place, 0)
+        self._folder, self._entry = folder, entry
+
+    def read(self, region: Region) -> Tensor:
+        chunk = Chunk(tuple(each.start for each in region), torch.empty(shape_of(region), dtype=self.dtype))
+        with opened_shards(self._folder) as shard:
+            read_chunk(chunk, self.name, self._entry, self._folder, shard)
+        return chunk.data

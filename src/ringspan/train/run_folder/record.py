@@ -11,9 +11,9 @@ from pydantic import BaseModel
 from ringspan.core.errors import ConfigError
 from ringspan.core.files.lock import FileLock
 from ringspan.core.files.named import read_small, why_no_folder
-from ringspan.core.messages.changes import differences
+from ringspan.core.messages.lines import differences
+from ringspan.train.config.data_table import find_files
 from ringspan.train.config.load import parse_config
-from ringspan.train.config.paths import find_files
 from ringspan.train.config.problems import table_of
 from ringspan.train.config.tables import TrainConfig
 
@@ -79,13 +79,13 @@ def read_record(config: TrainConfig) -> RunRecord:
     return RunRecord(run_id=run_id, is_new=False, config=config, changes=changes)
 
 
-def recorded(values: Any) -> tuple[TrainConfig, list[str]]:
+def recorded(values: object) -> tuple[TrainConfig, list[str]]:
     """Return the configuration that a run began with and its unknown keys; ConfigError if invalid."""
     unknown: list[str] = []
     return parse_config(_known(values, TrainConfig, "", unknown)), unknown
 
 
-def _known(values: Any, table: type[BaseModel], prefix: str, unknown: list[str]) -> Any:
+def _known(values: object, table: type[BaseModel], prefix: str, unknown: list[str]) -> Any:
     if not isinstance(values, dict):
         return values
     kept = {}

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import ringspan as rs
 from ringspan.torch.layers.blockwise.blocks import Blockwise, run_in_blocks
-from ringspan.torch.layers.blockwise.norm import find_norms
+from ringspan.torch.layers.blockwise.feedforward import find_norms
 from tests.torch.models import build, check, kept_bytes, step
 
 

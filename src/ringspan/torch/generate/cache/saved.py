@@ -28,8 +28,7 @@ from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.view import RingModel
 from ringspan.torch.memory.sharding import settle
 from ringspan.torch.model.config_changes import deciding_fields
-from ringspan.torch.multimodal.kinds import has_grid_positions
-from ringspan.torch.multimodal.token_types import is_of
+from ringspan.torch.multimodal.kinds import has_grid_positions, is_of
 from ringspan.torch.transport.collectives import gather
 
 MANIFEST: Final = "manifest.json"

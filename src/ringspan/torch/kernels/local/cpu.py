@@ -7,12 +7,9 @@ from torch import Tensor
 
 from ringspan.core.geometry.tile import Tile
 from ringspan.core.schedule.kernel_launches import KernelLaunch, KernelLaunches, keys_a_row, pieces
-from ringspan.torch.kernels import mirror
-from ringspan.torch.kernels.contract import BackwardInputs
+from ringspan.torch.kernels.contract import BackwardInputs, Scores, mirrored_backward, mirrored_forward, one_size
 from ringspan.torch.kernels.device import rules_of
-from ringspan.torch.kernels.heads import one_size
 from ringspan.torch.kernels.memory import Memory
-from ringspan.torch.kernels.score_mod import Scores
 
 _ops = torch.ops.aten
 
@@ -41,7 +38,7 @@ class CpuFlash:
     def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores) -> tuple[Tensor, Tensor]:
         tile = launch.tile
         if tile.is_anticausal:
-            return mirror.forward(self, q, k, v, launch, scores)
+            return mirrored_forward(self, q, k, v, launch, scores)
         value_size = v.shape[-1]
         q, k, v = one_size(q, k, v)
         out, lse = _ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, tile.is_causal, scale=scores.scale)
@@ -50,7 +47,7 @@ class CpuFlash:
     def backward(self, given: BackwardInputs, launch: KernelLaunch, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
         tile = launch.tile
         if tile.is_anticausal:
-            return mirror.backward(self, given, launch, scores)
+            return mirrored_backward(self, given, launch, scores)
         dout, q, k, v, out, lse = given
         size, value_size = q.shape[-1], v.shape[-1]
         dout, q, k, v, out = one_size(dout, q, k, v, out)

@@ -7,13 +7,17 @@ from torch import Tensor
 
 from ringspan.core.geometry.tile import Tile
 from ringspan.core.schedule.kernel_launches import KernelLaunch, KernelLaunches, squares
-from ringspan.torch.kernels import mirror
-from ringspan.torch.kernels.contract import BackwardInputs
+from ringspan.torch.kernels.contract import (
+    BackwardInputs,
+    Scores,
+    mirrored_backward,
+    mirrored_forward,
+    one_size,
+    too_large,
+)
 from ringspan.torch.kernels.device import half_precision_on_cuda, rules_of
-from ringspan.torch.kernels.heads import one_size, too_large
 from ringspan.torch.kernels.local.eager import Eager
 from ringspan.torch.kernels.memory import FOR_TENSOR_CORES
-from ringspan.torch.kernels.score_mod import Scores
 
 _ops = torch.ops.aten
 _LARGEST_HEAD: Final = 128
@@ -50,7 +54,7 @@ class Cudnn:
             self._thin.forward_into(q, k, v, launch, scores, out, lse)
             return out, lse
         if launch.tile.is_anticausal:
-            return mirror.forward(self, q, k, v, launch, scores)
+            return mirrored_forward(self, q, k, v, launch, scores)
         value_size = v.shape[-1]
         q, k, v = one_size(q, k, v, multiple=_HEAD_MULTIPLE)
         out, lse, *_ = _ops._scaled_dot_product_cudnn_attention(
@@ -65,7 +69,7 @@ class Cudnn:
             self._thin.backward_into(given, launch, scores, dq, dk, dv)
             return dq, dk, dv
         if launch.tile.is_anticausal:
-            return mirror.backward(self, given, launch, scores)
+            return mirrored_backward(self, given, launch, scores)
         size, value_size = q.shape[-1], v.shape[-1]
         dout, q, k, v, out = one_size(dout, q, k, v, out, multiple=_HEAD_MULTIPLE)
         # The seed and offset of a random generator, which are read only where there is dropout.

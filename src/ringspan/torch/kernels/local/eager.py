@@ -15,11 +15,10 @@ from torch import Tensor
 
 from ringspan.core.geometry.tile import Tile
 from ringspan.core.schedule.kernel_launches import SHORT, KernelLaunch, KernelLaunches, bands
-from ringspan.torch.kernels.contract import BackwardInputs
+from ringspan.torch.kernels.contract import BackwardInputs, Scores
 from ringspan.torch.kernels.device import ChunkSize, rules_of
 from ringspan.torch.kernels.memory import ANY
 from ringspan.torch.kernels.partials.merge import merge_into
-from ringspan.torch.kernels.score_mod import Scores
 
 _LOG2E: Final = 1 / log(2)
 _LOWEST: Final = -1e30  # the maximum of a row that has seen no key: finite, so that no difference of two is NaN

@@ -15,10 +15,8 @@ from torch import Tensor
 from ringspan.core.geometry.tile import Tile
 from ringspan.core.schedule.kernel_launches import KernelLaunch, KernelLaunches, Window, windows
 from ringspan.torch.kernels import device
-from ringspan.torch.kernels.contract import BackwardInputs
-from ringspan.torch.kernels.heads import one_size, too_large
+from ringspan.torch.kernels.contract import BackwardInputs, Scores, one_size, too_large
 from ringspan.torch.kernels.memory import FOR_TENSOR_CORES
-from ringspan.torch.kernels.score_mod import Scores
 
 _LARGEST_HEAD: Final = 256
 _HEAD_MULTIPLE: Final = 8
@@ -31,8 +29,20 @@ class Cuts(NamedTuple):
     most_keys: int
 
 
+class Asked(NamedTuple):
+    """Options of a call: sequences packed in the tensors (None: one), and the band and scores of each."""
+
+    cuts: Cuts | None
+    window: Window
+    scores: Scores
+
+    @property
+    def is_causal(self) -> bool:
+        return self.window == (-1, 0)
+
+
 class Calls(Protocol):
-    """One build of FlashAttention on (B, T, H, D), lse (B, H, T); with ``cuts`` on (T, H, D) and (H, T)."""
+    """One build of FlashAttention on (B, T, H, D), lse (B, H, T); packed on (T, H, D) and (H, T)."""
 
     @property
     def capability(self) -> tuple[int, int]: ...
@@ -42,13 +52,9 @@ class Calls(Protocol):
     @property
     def package(self) -> tuple[str, str] | None: ...
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, cuts: Cuts | None, window: Window, scores: Scores
-    ) -> tuple[Tensor, Tensor]: ...
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> tuple[Tensor, Tensor]: ...
 
-    def backward(
-        self, given: BackwardInputs, cuts: Cuts | None, window: Window, scores: Scores
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
+    def backward(self, given: BackwardInputs, asked: Asked) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 class Flash:
@@ -81,10 +87,10 @@ class Flash:
         q, k, v = (x.transpose(1, 2) for x in one_size(q, k, v, multiple=_HEAD_MULTIPLE))
         window = Window.of(launch.tiles[0])
         if len(launch.tiles) == 1:
-            out, lse = self._calls.forward(q, k, v, None, window, scores)
+            out, lse = self._calls.forward(q, k, v, Asked(None, window, scores))
             return out[..., :value_size].transpose(1, 2), lse[..., : launch.num_rows]
-        cuts = _cuts(launch, len(q), q.device)
-        out, lse = self._calls.forward(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), cuts, window, scores)
+        asked = Asked(_cuts(launch, len(q), q.device), window, scores)
+        out, lse = self._calls.forward(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), asked)
         lse = lse[..., : len(q) * launch.num_rows].unflatten(1, (len(q), -1)).transpose(0, 1)
         # A row without a key: these kernels say that it has seen infinitely much.
         lse = lse.masked_fill(lse == torch.inf, -torch.inf)
@@ -99,7 +105,9 @@ class Flash:
             cuts = _cuts(launch, batch, q.device)
             tensors = [x.flatten(0, 1) for x in tensors]
             lse = lse.transpose(0, 1).flatten(1, 2)
-        gradients = self._calls.backward(BackwardInputs._make([*tensors, lse.contiguous()]), cuts, window, scores)
+        gradients = self._calls.backward(
+            BackwardInputs._make([*tensors, lse.contiguous()]), Asked(cuts, window, scores)
+        )
         if cuts:
             gradients = tuple(x.unflatten(0, (batch, -1)) for x in gradients)
         dq, dk, dv = (x.transpose(1, 2) for x in gradients)
@@ -131,24 +139,20 @@ class TorchFlash:
 
     package = None
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, cuts: Cuts | None, window: Window, scores: Scores
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
         out, lse, *_ = torch.ops.aten._flash_attention_forward(
-            q, k, v, *_cut(cuts, q, k), 0.0, _is_causal(window), False, scale=scores.scale,
-            window_size_left=window.left, window_size_right=window.right,
+            q, k, v, *_cut(asked.cuts, q, k), 0.0, asked.is_causal, False, scale=asked.scores.scale,
+            window_size_left=asked.window.left, window_size_right=asked.window.right,
         )  # fmt: skip
         return out, lse
 
-    def backward(
-        self, given: BackwardInputs, cuts: Cuts | None, window: Window, scores: Scores
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, given: BackwardInputs, asked: Asked) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out, lse = given
         # The state of a random generator, which is read only where there is dropout.
         no_dropout = torch.empty(2, dtype=torch.uint64, device=q.device), torch.empty(0, device=q.device)
         return torch.ops.aten._flash_attention_backward(
-            dout, q, k, v, out, lse, *_cut(cuts, q, k), 0.0, _is_causal(window), *no_dropout, scale=scores.scale,
-            window_size_left=window.left, window_size_right=window.right,
+            dout, q, k, v, out, lse, *_cut(asked.cuts, q, k), 0.0, asked.is_causal, *no_dropout,
+            scale=asked.scores.scale, window_size_left=asked.window.left, window_size_right=asked.window.right,
         )  # fmt: skip
 
 
@@ -160,28 +164,24 @@ class Flash2:
 
     package = "flash_attn.flash_attn_interface", "flash-attn (pip install flash-attn)"
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, cuts: Cuts | None, window: Window, scores: Scores
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
         package = import_module("flash_attn.flash_attn_interface")
-        options: dict[str, Any] = _flash2_options(window, scores) | {"return_softmax": False}
-        if cuts is None:
+        options: dict[str, Any] = _flash2_options(asked) | {"return_softmax": False}
+        if asked.cuts is None:
             out, lse, *_ = package._flash_attn_forward(q, k, v, **options)
         else:
-            out, lse, *_ = package._flash_attn_varlen_forward(q, k, v, *cuts, **options)
+            out, lse, *_ = package._flash_attn_varlen_forward(q, k, v, *asked.cuts, **options)
         return out, lse
 
-    def backward(
-        self, given: BackwardInputs, cuts: Cuts | None, window: Window, scores: Scores
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, given: BackwardInputs, asked: Asked) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out, lse = given
         package = import_module("flash_attn.flash_attn_interface")
         gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        options: dict[str, Any] = _flash2_options(window, scores) | {"deterministic": _is_deterministic()}
-        if cuts is None:
+        options: dict[str, Any] = _flash2_options(asked) | {"deterministic": _is_deterministic()}
+        if asked.cuts is None:
             package._flash_attn_backward(dout, q, k, v, out, lse, *gradients, **options)
         else:
-            package._flash_attn_varlen_backward(dout, q, k, v, out, lse, *gradients, *cuts, **options)
+            package._flash_attn_varlen_backward(dout, q, k, v, out, lse, *gradients, *asked.cuts, **options)
         return gradients
 
 
@@ -193,32 +193,30 @@ class Flash3:
 
     package = "flash_attn_interface", "flash_attn_3 (from the folder hopper of flash-attention's sources)"
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, cuts: Cuts | None, window: Window, scores: Scores
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
         import_module("flash_attn_interface")
-        queries, keys, most_queries, most_keys = cuts or (None, None, None, None)
+        queries, keys, most_queries, most_keys = asked.cuts or (None, None, None, None)
+        window, scores = asked.window, asked.scores
         out, lse, *_ = torch.ops.flash_attn_3.fwd(
             q, k, v,
             None, None, None, None,  # new keys and values, qv, out
             queries, keys, None, None, None, most_queries, most_keys,
             None, None, None,  # pages, batch indices, padding on the left
             None, None, None, None, None, None,  # rotary embedding, scales of 8-bit tensors
-            scores.scale, _is_causal(window), window.left, window.right, 0, scores.softcap,
+            scores.scale, asked.is_causal, window.left, window.right, 0, scores.softcap,
             True, None, 1, None, 0,  # rotary order, scheduler, splits, packed groups, multiprocessors to leave
         )  # fmt: skip
         return out, lse
 
-    def backward(
-        self, given: BackwardInputs, cuts: Cuts | None, window: Window, scores: Scores
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, given: BackwardInputs, asked: Asked) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out, lse = given
         import_module("flash_attn_interface")
-        queries, keys, most_queries, most_keys = cuts or (None, None, None, None)
+        queries, keys, most_queries, most_keys = asked.cuts or (None, None, None, None)
+        window, scores = asked.window, asked.scores
         gradients = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         torch.ops.flash_attn_3.bwd(
             dout, q, k, v, out, lse, *gradients, queries, keys, None, None, most_queries, most_keys,
-            scores.scale, _is_causal(window), window.left, window.right, scores.softcap, _is_deterministic(), 0,
+            scores.scale, asked.is_causal, window.left, window.right, scores.softcap, _is_deterministic(), 0,
         )  # fmt: skip
         return gradients
 
@@ -231,25 +229,17 @@ class Flash4:
 
     package = "flash_attn.cute.interface", "flash-attn-4 (pip install 'flash-attn-4[cu13]', or ringspan's extra flash)"
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, cuts: Cuts | None, window: Window, scores: Scores
-    ) -> tuple[Tensor, Tensor]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
         package = import_module("flash_attn.cute.interface")
-        out, lse, *_ = package._flash_attn_fwd(q, k, v, return_lse=True, **_flash4_options(cuts, window, scores))
+        out, lse, *_ = package._flash_attn_fwd(q, k, v, return_lse=True, **_flash4_options(asked))
         return out, lse
 
-    def backward(
-        self, given: BackwardInputs, cuts: Cuts | None, window: Window, scores: Scores
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, given: BackwardInputs, asked: Asked) -> tuple[Tensor, Tensor, Tensor]:
         dout, q, k, v, out, lse = given
         package = import_module("flash_attn.cute.interface")
-        options = _flash4_options(cuts, window, scores) | {"deterministic": _is_deterministic()}
+        options = _flash4_options(asked) | {"deterministic": _is_deterministic()}
         dq, dk, dv, *_ = package._flash_attn_bwd(q, k, v, out, dout, lse, **options)
         return dq, dk, dv
-
-
-def _is_causal(window: Window) -> bool:
-    return window == (-1, 0)
 
 
 def _is_deterministic() -> bool:
@@ -260,25 +250,26 @@ def _cut(cuts: Cuts | None, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor
     return cuts or (None, None, q.shape[1], k.shape[1])
 
 
-def _flash2_options(window: Window, scores: Scores) -> dict[str, Any]:
+def _flash2_options(asked: Asked) -> dict[str, Any]:
     return {
         "dropout_p": 0.0,
-        "softmax_scale": scores.scale,
-        "causal": _is_causal(window),
-        "window_size_left": window.left,
-        "window_size_right": window.right,
-        "softcap": scores.softcap,
+        "softmax_scale": asked.scores.scale,
+        "causal": asked.is_causal,
+        "window_size_left": asked.window.left,
+        "window_size_right": asked.window.right,
+        "softcap": asked.scores.softcap,
         "alibi_slopes": None,
     }
 
 
-def _flash4_options(cuts: Cuts | None, window: Window, scores: Scores) -> dict[str, Any]:
+def _flash4_options(asked: Asked) -> dict[str, Any]:
+    cuts, window = asked.cuts, asked.window
     return {
-        "softmax_scale": scores.scale,
-        "causal": _is_causal(window),
+        "softmax_scale": asked.scores.scale,
+        "causal": asked.is_causal,
         # Its bounds may be negative: none is None.
         "window_size_left": None if window.left < 0 else window.left,
-        "window_size_right": None if window.right < 0 or _is_causal(window) else window.right,
+        "window_size_right": None if window.right < 0 or asked.is_causal else window.right,
         "cu_seqlens_q": cuts and cuts.queries,
         "cu_seqlens_k": cuts and cuts.keys,
         "max_seqlen_q": cuts and cuts.most_queries,

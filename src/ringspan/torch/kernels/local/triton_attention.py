@@ -12,8 +12,7 @@ from ringspan.gpu import attention, tuning
 from ringspan.gpu.support import interprets_triton
 from ringspan.gpu.table import Table
 from ringspan.gpu.tuning import Blocks
-from ringspan.torch.kernels.contract import BackwardInputs
-from ringspan.torch.kernels.score_mod import Scores
+from ringspan.torch.kernels.contract import BackwardInputs, Scores
 
 
 def _tuned(program: Any, blocks: Blocks, sums: list[str]) -> Any:

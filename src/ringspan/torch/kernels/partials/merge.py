@@ -1,4 +1,4 @@
-"""The merge rule of ``ringspan.core.softmax`` in plain PyTorch; ``triton_merge`` has it as one pass."""
+"""The merge rule of ``ringspan.core.reference.merge`` in plain PyTorch; ``triton_merge`` has it as one pass."""
 
 from collections.abc import Sequence
 

@@ -1,12 +1,39 @@
 """The running (out, lse) of a rank's queries."""
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ringspan.core.geometry.ranges import Ranges
 from ringspan.torch.kernels.device import runs_triton
 from ringspan.torch.kernels.partials.merge import merge_into, merge_many
 from ringspan.torch.kernels.partials.waiting import Waiting
-from ringspan.torch.kernels.partials.written_rows import WrittenRows
+
+
+class WrittenRows:
+    def __init__(self, count: int) -> None:
+        self._missing = count
+        self._written = np.zeros(count, dtype=np.bool_)
+
+    def touch(self, rows: slice) -> int:
+        """Return the number of unwritten rows; if not all of them, ``fill`` before adding."""
+        if not self._missing:
+            return 0
+        count = rows.stop - rows.start
+        missing = count - int(np.count_nonzero(self._written[rows]))
+        if missing == count:
+            self._written[rows] = True
+            self._missing -= count
+        return missing
+
+    def fill(self) -> Ranges:
+        """Return all unwritten ranges, for neutral numbers, and mark them written."""
+        missing, self._missing = self._missing, 0
+        if missing in (0, self._written.size):  # without a search, which takes longer than to start a kernel
+            return ((0, missing),) if missing else ()
+        edges = np.flatnonzero(np.diff(np.concatenate(([True], self._written, [True]))))
+        return tuple((int(first), int(last)) for first, last in edges.reshape(-1, 2))
+
 
 Rows = tuple[Tensor, Tensor]
 """(out, lse) of some rows."""

@@ -1,4 +1,4 @@
-"""Merge of partials (``ringspan.core.softmax``), or a sum, as one Triton pass over all of them. Requires Triton."""
+"""Merge of partials (``core.reference.merge``), or a sum, as one Triton pass over all of them. Requires Triton."""
 # Triton compiles this function; as Python it would not type.
 # pyright: reportCallIssue=false
 

@@ -13,8 +13,52 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.core.messages.numbers import check_whole
 from ringspan.torch.kernels.device import rules_of
 from ringspan.torch.layers.modules import autocast_now, example_of, hidden_of, hooks_of, local_part, mix_in
-from ringspan.torch.layers.router_record import RouterRecorder
 from ringspan.torch.weights.loading import filled
+
+
+class RouterRecorder:
+    """Collector of router scores (T, E); transformers' own sees blocks of tokens singly and without gradients."""
+
+    def __init__(self, num_experts: int) -> None:
+        self.num_experts = num_experts
+        self._routers: set[nn.Module] = set()
+        self._scores: list[Tensor] | None = None
+        self._block: list[Tensor] | None = None
+
+    def num_wanted(self, module: nn.Module) -> int:
+        return 0 if self._scores is None else sum(part in self._routers for part in module.modules())
+
+    @contextmanager
+    def recording(self) -> Iterator[list[Tensor]]:
+        scores = self._scores = []
+        try:
+            yield scores
+        finally:
+            self._scores = None
+
+    @contextmanager
+    def block(self) -> Iterator[list[Tensor]]:
+        before, self._block = self._block, []
+        try:
+            yield self._block
+        finally:
+            self._block = before
+
+    def add(self, scores: Tensor) -> None:
+        target = self._scores if self._block is None else self._block
+        if target is not None:
+            target.append(scores)
+
+    def attach(self, router: nn.Module, index: int) -> None:
+        """Record the output of a module, or its output number ``index``."""
+
+        def record(_: nn.Module, args: object, output: Any) -> None:
+            scores = output[index] if isinstance(output, tuple) else output
+            if scores is not None:
+                self.add(scores)
+
+        self._routers.add(router)
+        router.register_forward_hook(record)
 
 
 def run_in_blocks(
@@ -114,7 +158,7 @@ class Blockwise:
     chunk_from_tokens: int
     chunk_recorder: RouterRecorder | None
 
-    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: object) -> Any:
         """Map (B, T, C) to (B, T, C), a block of the B x T tokens at a time; UnsupportedError for other arguments."""
         whole: Any = super().forward  # pyright: ignore[reportAttributeAccessIssue]
         chunk, recorder = self.chunk_tokens, self.chunk_recorder

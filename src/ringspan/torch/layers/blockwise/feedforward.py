@@ -1,4 +1,4 @@
-"""Feed-forwards in blocks of tokens, recomputed in backward: T x C is kept, not T x intermediate size.
+"""Feed-forwards and norms in blocks of tokens, recomputed in backward: T x C is kept, not T x intermediate size.
 
 Source: Liu and Abbeel 2023, "Blockwise Parallel Transformer for Large Context Models", section 3.
 """
@@ -129,3 +129,29 @@ def _why_not_free(view: ModelView, feedforwards: list[nn.Module]) -> str:
         for handle in handles:
             handle.remove()
     return f"in {view.name} {reasons[0]}" if reasons else ""
+
+
+def find_norms(decoder: nn.Module) -> list[nn.Module]:
+    """Return the norms worth running in blocks, tried out; PyTorch's own save only their input."""
+    verdicts: dict[Any, bool] = {}
+    found: list[nn.Module] = []
+    for module in decoder.modules():
+        shapes = {tuple(p.shape) for p in module.parameters()}
+        if len(shapes) != 1 or len(shape := shapes.pop()) != 1 or any(True for _ in module.children()):
+            continue
+        kind = kind_of(module)
+        if kind not in verdicts:
+            takes_one = len(inspect.signature(module.forward).parameters) == 1
+            verdicts[kind] = takes_one and not mixes_tokens(module, *shape) and _keeps_more(module, *shape)
+        if verdicts[kind]:
+            found.append(module)
+    return found
+
+
+def _keeps_more(module: nn.Module, size: int) -> bool:
+    kept: list[Tensor] = []
+    with filled(module), torch.enable_grad(), saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        like = next(module.parameters())
+        tokens = torch.zeros(1, 2, size, dtype=like.dtype, device=like.device, requires_grad=True)
+        module(tokens)
+    return any(x is not tokens and x.shape == tokens.shape for x in kept)

@@ -16,13 +16,13 @@ from ringspan.torch.attention.cached import Turn, current_turn
 from ringspan.torch.attention.op import ring_attention
 from ringspan.torch.attention.request import in_autocast
 from ringspan.torch.attention.traced import layer_attention, mask_of
-from ringspan.torch.kernels.score_mod import Scores
+from ringspan.torch.kernels.contract import Scores
 from ringspan.torch.layers.cache_names import NAMES
 from ringspan.torch.layers.decoder import LayerKind
 from ringspan.torch.model.attention.indexed import ChoosingAttention, Rows, attend_to_chosen
 from ringspan.torch.model.forward_arguments import UNSAID, Unsaid, check_attention
 from ringspan.torch.model.local_pass import Packed
-from ringspan.torch.multimodal.token_types import Blocks
+from ringspan.torch.multimodal.kinds import Blocks
 from ringspan.torch.recurrence.current import current_pass
 
 Qkv = tuple[Tensor, Tensor, Tensor]
@@ -105,7 +105,7 @@ class _Asked(NamedTuple):
     slopes: Tensor | None
 
 
-def _over_cache(module: Any, qkv: Qkv, turn: Turn, kind: LayerKind, asked: _Asked, config: StepConfig) -> Tensor:
+def _over_cache(module: object, qkv: Qkv, turn: Turn, kind: LayerKind, asked: _Asked, config: StepConfig) -> Tensor:
     """Attend from new tokens to a cache split over the ring: (B, T, H, D)."""
     query, key, value = qkv
     if _has_temperature(module):
@@ -138,7 +138,7 @@ def _as_program(
 
 
 def _over_ring(
-    module: Any,
+    module: object,
     qkv: Qkv,
     packed: Packed | None,
     ring: dist.ProcessGroup,

@@ -59,8 +59,8 @@ class _Index(Mixin):
         hidden_states: Tensor,
         q_resid: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
-        *_: Any,
-        **__: Any,
+        *_: object,
+        **__: object,
     ) -> Choice:
         """Compute queries, keys and weights as transformers' index does."""
         q = self.wq_b(q_resid).view(*hidden_states.shape[:2], self.n_heads, self.head_dim)

@@ -19,7 +19,7 @@ from ringspan.torch.layers.view import ModelView
 class OwnAttention(Mixin):
     ring_implementation: str
 
-    def attend(self: Any, q: Tensor, k: Tensor, v: Tensor, scaling: float, dropout: float, **options: Any) -> Tensor:
+    def attend(self: Any, q: Tensor, k: Tensor, v: Tensor, scaling: float, dropout: float, **options: object) -> Tensor:
         """Map (B, H, T, D) each to (B, T, H, D)."""
         function = AttentionInterface()[self.ring_implementation]
         k, v = k.to(q.dtype), v.to(q.dtype)
@@ -50,7 +50,7 @@ class _TransposedKeys(OwnAttention):
 
 
 class _Inline(OwnAttention):
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: object) -> Any:
         given = dict(inspect.signature(forward_of(self)).bind(self, *args, **kwargs).arguments)
         given |= given.pop("kwargs", {})
         for other in ("encoder_hidden_states", "key_value_states", "attn_prompt"):

@@ -42,7 +42,7 @@ from ringspan.torch.model.local_pass import local_hidden_states
 from ringspan.torch.model.saving import Saved
 from ringspan.torch.runtime.mesh import tensor_axis
 from ringspan.torch.tensor_parallel.split import splits_vocabulary
-from ringspan.torch.transport.sums import Sum, SumOfGradients
+from ringspan.torch.transport.collectives import Sum, SumOfGradients
 
 
 class Asked(Enum):
@@ -68,7 +68,7 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
     """Mixin that ``parallelize`` adds to a model's class: one loss for the whole batch, without whole logits."""
 
     @torch.compiler.disable(recursive=False)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self: Any, *args: Any, **kwargs: object) -> Any:
         call: Any = super().__call__  # pyright: ignore[reportAttributeAccessIssue]
         asked = _asked(kwargs)
         with in_pass(self, asked.value):
@@ -101,7 +101,7 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
         output_router_logits: bool | None = None,
         labels: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast | Tensor:
         """Map local tokens (B, T) and positions to the global loss, or to local logits without labels.
 

@@ -20,8 +20,8 @@ from ringspan.torch.model.local_pass import local_hidden_states
 from ringspan.torch.model.support import giving, is_same, refuse_unsupported_decoder
 from ringspan.torch.model.tasks.causal_lm import RingCausalLM
 from ringspan.torch.model.view import LABELS, SEQUENCES
-from ringspan.torch.transport.sums import Sum
-from ringspan.torch.weights.finite import named_in, refuse_not_finite
+from ringspan.torch.transport.collectives import Sum
+from ringspan.torch.weights.loading import named_in, refuse_not_finite
 
 
 def pools(model: nn.Module) -> bool:

@@ -28,7 +28,7 @@ from ringspan.torch.model.config_changes import check_configs
 from ringspan.torch.model.saving import Saved, voted
 from ringspan.torch.model.splittable import refuse_weights
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
-from ringspan.torch.transport.sums import Sum
+from ringspan.torch.transport.collectives import Sum
 
 # What else a decoder may be called with; anything else would need a cache, or a mask of the whole sequence.
 _TAKEN: Final = {"inputs_embeds", "position_ids", "use_cache", "return_dict"}
@@ -89,7 +89,7 @@ def _hidden_size(config: PreTrainedConfig) -> int:
 
 class RingDecoder(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
     @torch.compiler.disable(recursive=False)
-    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self: Any, *args: Any, **kwargs: object) -> Any:
         with in_pass(self, "a forward pass"):
             with meeting(self.ring_mesh, "a forward pass") as facts:
                 try:
@@ -105,7 +105,7 @@ class RingDecoder(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatibl
             note_copies(self)
             return output
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def forward(self: Any, *args: Any, **kwargs: object) -> Any:
         """Run the model's own forward once FSDP has what it needs."""
         renew_types(self)
         forward: Any = super().forward  # pyright: ignore[reportAttributeAccessIssue]
