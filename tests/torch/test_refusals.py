@@ -20,6 +20,8 @@ BAD: list[dict[str, Any]] = [
     {"feedforward_chunk_tokens": -1}, {"feedforward_chunk_tokens": "many"}, {"norm_chunk_tokens": -5},
     {"norm_chunk_tokens": 2.5}, {"compute_dtype": "bfloat16"}, {"compute_dtype": torch.int8}, {"compile": "javac"},
     {"compile": None}, {"compile": True, "offload": "activations"}, {"compile": True, "layers_per_checkpoint": 2},
+    {"folds": 0}, {"folds": "two"}, {"folds": 2, "layout": "striped"}, {"folds": 2, "route": "ulysses"},
+    {"compile": True, "folds": 2},
 ]  # fmt: skip
 
 

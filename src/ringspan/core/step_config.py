@@ -16,6 +16,7 @@ class StepConfig:
     kernel: KernelName = "auto"
     checkpoint: CheckpointName = "attention"
     layers_per_checkpoint: int = 1
+    folds: int = 1
     loss_chunk_tokens: int = 1024
     loss_chunk_vocabulary: int | None = None
     z_loss: float = 0.0
@@ -34,6 +35,7 @@ def check_beside_compile(config: StepConfig) -> None:
         return
     for name, why, values in (
         ("offload", "takes what layers keep out of their programs", ("none",)),
+        ("folds", "reads keys and values outside of programs", (1,)),
         ("layers_per_checkpoint", "computes layers again outside of their programs", (1,)),
         ("feedforward_chunk_tokens", "runs blocks outside of programs", ("auto", 0)),
         ("norm_chunk_tokens", "runs blocks outside of programs", ("auto", 0)),

@@ -138,14 +138,15 @@ def _called(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any
     is_fused, count = kwargs.pop("fused_lm_head", False), None
     with preparing(model.ring_mesh, "a forward pass"):
         count = _counted(kwargs.pop("num_items_in_batch", None))
-        local = shard_batch(whole, model.ring_mesh, layout=model.ring_layout)
+        local = shard_batch(whole, model.ring_mesh, layout=model.ring_layout, folds=model.ring_folds)
         if is_fused and "shift_labels" not in local:
             raise UnsupportedError("fused_lm_head=True needs labels")
         if is_fused or "shift_labels" not in local:
             refuse_loss_options(model)
     ring = model.ring_mesh["ring"]
     length = whole["input_ids"].shape[1]
-    layout = BatchLayout.of(model.ring_layout, length, ring.size(), local.get("document_lengths"))
+    documents = local.get("document_lengths")
+    layout = BatchLayout.of(model.ring_layout, length, ring.size(), documents, model.ring_folds)
 
     def gathered(local: Tensor) -> Tensor:
         return Unsharded.apply(local, layout, ring.get_group())

@@ -69,6 +69,7 @@ def parallelize(
     kernel: KernelName = "auto",
     checkpoint: CheckpointName = "attention",
     layers_per_checkpoint: int = 1,
+    folds: int = 1,
     loss_chunk_tokens: int = 1024,
     loss_chunk_vocabulary: int | None = None,
     z_loss: float = 0.0,
@@ -107,6 +108,8 @@ def parallelize(
         kernel: what computes attention on each device, see ``ring_attention``.
         checkpoint: what layers keep for backward: ``full`` the input, ``attention`` also attention, ``none`` all.
         layers_per_checkpoint: consecutive layers that keep only the first one's input.
+        folds: parts of each sequence that are computed one after the other, so that activations of one exist at once;
+            ``shard_batch`` needs the same. See ``ringspan.torch.model.tasks.folded``.
         loss_chunk_tokens: tokens whose logits exist at once.
         loss_chunk_vocabulary: vocabulary entries whose logits exist at once, all if None.
         z_loss: factor on the squared log-sum-exp of the logits.
@@ -140,6 +143,7 @@ def parallelize(
         kernel=kernel,
         checkpoint=checkpoint,
         layers_per_checkpoint=layers_per_checkpoint,
+        folds=folds,
         loss_chunk_tokens=loss_chunk_tokens,
         loss_chunk_vocabulary=loss_chunk_vocabulary,
         z_loss=z_loss,
@@ -250,6 +254,8 @@ def _call_over_ring(parts: Parts, mesh: DeviceMesh, config: StepConfig) -> None:
     about: dict[str, Any] = {
         "ring_mesh": mesh,
         "ring_layout": config.layout,
+        "ring_folds": config.folds,
+        "ring_step": config,
         "ring_decoder": next(name for name, module in model.named_modules() if module is decoder),
         "ring_configs": copy_configs((model.config, decoder.config)),
     }

@@ -27,6 +27,7 @@ from ringspan.torch.model.splittable import refuse_cast
 from ringspan.torch.model.support import FoundHead, refuse_kernel, refuse_route, refuse_unsupported, say_shifted
 from ringspan.torch.model.tasks.causal_lm import RingCausalLM
 from ringspan.torch.model.tasks.classifier import refuse_classifier
+from ringspan.torch.model.tasks.folded import refuse_folds
 from ringspan.torch.model.tasks.hidden_states import RingDecoder, refuse_headless
 from ringspan.torch.model.view import view_of
 from ringspan.torch.multimodal.kinds import Kind, kind_of
@@ -116,6 +117,7 @@ def _refuse_options(view: ModelView, mesh: DeviceMesh, config: StepConfig) -> No
     check_checkpointing(layered, config.checkpoint, config.offload, config.layers_per_checkpoint)
     refuse_compiled(view, config.compile)
     refuse_indexed(view, config, tp)
+    refuse_folds(view, config)
     check_compile(decoder, config, is_stateful=bool(view.stateful))
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from ringspan.checkpoints.state import begin_random_numbers
 from ringspan.core.geometry.balanced import batch_layout
-from ringspan.core.names import BatchLayoutName, CheckpointName
+from ringspan.core.names import CheckpointName
 from ringspan.core.sharing import even_out, worth_of_sharing
 from ringspan.measure.machine import measure_flops, peak_bytes
 from ringspan.torch.data.batch import IGNORED, shard_batch
@@ -186,7 +186,7 @@ class Batches:
 
     def __init__(self, config: TrainConfig, mesh: DeviceMesh, sequences: Sequences, device: torch.device) -> None:
         self._sequences, self._mesh, self._device = sequences, mesh, device
-        self._layout: BatchLayoutName = config.attention.layout
+        self._split: Any = {"layout": config.attention.layout, "folds": config.memory.folds, "device": device}
         settings, replicate = config.optimizer, mesh["replicate"].size()
         self._is_balanced = config.data.balance == "flops"
         self._order = BatchOrder(
@@ -223,7 +223,7 @@ class Batches:
         batches = [self._sequences.batch(some.tolist()) for some in indices]
         valid = torch.tensor(sum(int((b["shift_labels"] != IGNORED).sum()) for b in batches), device=self._device)
         dist.all_reduce(valid, group=self._mesh["replicate"].get_group())
-        parts = (shard_batch(b, self._mesh, layout=self._layout, device=self._device) for b in batches)
+        parts = (shard_batch(b, self._mesh, **self._split) for b in batches)
         return int(valid), parts
 
 
@@ -249,7 +249,8 @@ def evaluate(job: Job, sequences: Sequences) -> float:
             batch["shift_labels"].fill_(IGNORED)
         valid = (batch["shift_labels"] != IGNORED).sum().to(device)
         dist.all_reduce(valid, group=mesh["replicate"].get_group())
-        part = shard_batch(batch, mesh, layout=job.config.attention.layout, device=device)
+        split: Any = {"layout": job.config.attention.layout, "folds": job.config.memory.folds}
+        part = shard_batch(batch, mesh, **split, device=device)
         total += float(model(**part, num_items_in_batch=1).loss)
         num_targets += int(valid)
     model.train()
@@ -268,7 +269,7 @@ def _checkpoint(config: TrainConfig, model_config: Any, ring: int, dtype: torch.
     split = batch_layout(config.attention.layout, config.data.sequence_length_tokens, ring)
     return choose_checkpoint(
         model_config,
-        split.tokens_per_rank * config.optimizer.batch_size,
+        -(-split.tokens_per_rank // memory.folds) * config.optimizer.batch_size,
         memory.activation_bytes,
         dtype,
         tp=config.mesh.tp,

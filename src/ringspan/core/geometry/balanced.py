@@ -5,6 +5,7 @@ from functools import lru_cache
 from typing import Final
 
 from ringspan.core.errors import LayoutError
+from ringspan.core.geometry.folds import folded_layout
 from ringspan.core.geometry.layout import CustomLayout, Layout
 from ringspan.core.geometry.mask import FORMS, Mask, documents
 from ringspan.core.geometry.pairs import stretches
@@ -35,11 +36,16 @@ def balanced(mask: Mask, *, length: int, ranks: int, chunk_tokens: int = CHUNK_T
     return _balanced(mask, *numbers.values())
 
 
-def batch_layout(name: BatchLayoutName, length: int, ranks: int, documents_of: Sequence[int] | None = None) -> Layout:
+def batch_layout(
+    name: BatchLayoutName, length: int, ranks: int, documents_of: Sequence[int] | None = None, folds: int = 1
+) -> Layout:
     """Return the named layout, or the ``balanced`` one for these documents (default: one)."""
     if not is_a(name, str):
         raise LayoutError(f"a layout's name must be one of {', '.join(BATCH_LAYOUT_NAMES)}, got {described(name)}")
-    if find_name("layout", name, BATCH_LAYOUT_NAMES, LayoutError) != "balanced":
+    known = find_name("layout", name, BATCH_LAYOUT_NAMES, LayoutError)
+    if folds != 1:
+        return folded_layout(name, length, ranks, folds)
+    if known != "balanced":
         return Layout(name, length, ranks)  # pyright: ignore[reportArgumentType]
     return balanced(documents(documents_of or (length,)), length=sum(documents_of or (length,)), ranks=ranks)
 

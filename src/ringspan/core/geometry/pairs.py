@@ -31,7 +31,7 @@ class Stretches:
 
 def stretches(mask: Mask, length: int) -> Stretches:
     """Split a sequence into stretches; unseeing, unseen positions form stretches without pairs."""
-    regions = _bound(mask.table(length, length))
+    regions = bound(mask.table(length, length))
     # A region ties together all from its first query or key to its last.
     firsts, lasts = np.minimum(regions[:, 0], regions[:, 2]), np.maximum(regions[:, 1], regions[:, 3])
     order = np.argsort(firsts, kind="stable")
@@ -68,7 +68,7 @@ def _clipped(first: IntArray, last: IntArray, shift: IntArray, k0: IntArray, k1:
     return (low - first) * k0 + middle + (last - high) * k1
 
 
-def _bound(regions: IntArray) -> IntArray:
+def bound(regions: IntArray) -> IntArray:
     """Tighten regions to queries, keys and bounds that have pairs; drop empty ones."""
     q0, q1, k0, k1, lo, hi = regions.T.copy()
     for _ in range(2):

@@ -18,7 +18,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from ringspan.core.errors import ConfigError, UnsupportedError
-from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.geometry.tile import Tile
 from ringspan.measure.trace.torch_seams import real_meshes
 from ringspan.measure.trace.tracker import MemoryTracker, Moment, end_step, train_step
@@ -108,10 +108,11 @@ def watch_step(
 
 
 def _batch(model: Any, mesh: DeviceMesh, setting: Setting) -> dict[str, torch.Tensor]:
-    padded = Layout(setting.layout, setting.length, setting.ring).padded_length
+    padded = batch_layout(setting.layout, setting.length, setting.ring, folds=setting.folds).padded_length
     tokens = torch.zeros(setting.batch, padded, dtype=torch.int64)
     device = next(model.parameters()).device
-    return shard_batch({"input_ids": tokens, "labels": tokens}, mesh, layout=setting.layout, device=device)
+    split: Any = {"layout": setting.layout, "folds": setting.folds}
+    return shard_batch({"input_ids": tokens, "labels": tokens}, mesh, **split, device=device)
 
 
 def _without_values(on_gpu: bool) -> DeviceRules:

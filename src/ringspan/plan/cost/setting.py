@@ -93,6 +93,8 @@ def dtype_bytes(name: str) -> int:
 
 def check_setting(shape: ModelShape, setting: Setting) -> None:
     """Refuse options as ``parallelize`` does (ConfigError), and routes or tp that ranks and heads rule out."""
+    if setting.folds != 1:
+        raise UnsupportedError(f"folds={setting.folds}: the planner does not know their costs yet; use folds=1")
     checkpoint_name(setting.checkpoint)
     check_segments(setting.checkpoint, setting.layers_per_checkpoint)
     offload_name(setting.offload)

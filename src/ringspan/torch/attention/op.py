@@ -18,7 +18,7 @@ from ringspan.core.schedule.route import Route, member_heads
 from ringspan.core.schedule.schedule import Schedule, make_schedule
 from ringspan.torch import kernels
 from ringspan.torch.attention.arguments import check_differentiation
-from ringspan.torch.attention.handler import handled
+from ringspan.torch.attention.handler import handled, handling
 from ringspan.torch.attention.part import Ring, accumulation_dtype, empty_like, num_head_groups, sink_gradient
 from ringspan.torch.attention.request import Request, checked
 from ringspan.torch.attention.ring import backward, forward
@@ -101,8 +101,13 @@ def ring_attention(
         gradient_comm_dtype=gradient_comm_dtype,
         kernel=kernel,
     )
+    return attend_to(request)
+
+
+def attend_to(request: Request) -> Tensor:
+    """Compute ``ring_attention`` of arguments in one value."""
     q, k, v, spec = checked(request)
-    out, _ = _forward(q, k, v, sinks, slopes, str(spec))
+    out, _ = _forward(q, k, v, request.sinks, request.slopes, str(spec))
     return out
 
 
@@ -142,6 +147,19 @@ def _backward(
         ring, ulysses = prepare("backward", q, k, v, sinks, slopes, asked)
         dsinks = q.new_empty(0) if sinks is None else sink_gradient(dout, out, lse, sinks)
         return *(ulysses.backward(ring, *inputs) if ulysses else backward(ring, *inputs)), dsinks
+
+
+def attend_forward(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, spec: str
+) -> tuple[Tensor, Tensor]:
+    """Return the operator's result and log-sum-exp, whatever handler is around it: for parts of an attention."""
+    with handling(lambda compute: compute()), torch.no_grad():
+        return _forward(q, k, v, sinks, slopes, spec)
+
+
+def attend_backward(*inputs: Tensor | str | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the operator's gradients; dout, q, k, v, sinks, slopes, out and lse of all keys, and the spec."""
+    return _backward(*inputs)
 
 
 def fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:

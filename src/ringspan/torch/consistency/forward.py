@@ -158,13 +158,14 @@ def _check_batch(
             "with rs.shard_batch"
         )
     ring = model.ring_mesh["ring"]
-    split = BatchLayout.of(model.ring_layout, ring.size() * input_ids.shape[1], ring.size(), document_lengths)
+    tokens = ring.size() * input_ids.shape[1]
+    split = BatchLayout.of(model.ring_layout, tokens, ring.size(), document_lengths, model.ring_folds)
     inputs, labels = model.ring_vocabularies
     longest = split.shared.length if sequence_length is None else int(sequence_length)
     # Where the longest is a whole row, positions may count over rows, as behind padding on the left.
     is_whole = document_lengths is not None and longest == int(document_lengths.sum(1).max())
     counted = [document_lengths, None] if is_whole else [document_lengths]
-    _check_layout(position_ids, layout_digest, split, ring.get_local_rank(), counted)
+    _check_layout(model, position_ids, layout_digest, split, counted)
     check_entries("input_ids", input_ids, inputs)
     check_media(model, media, input_ids, document_lengths)
     if model.ring_skipped is not None:
@@ -178,14 +179,14 @@ def _check_batch(
 
 
 def _check_layout(
-    positions: Tensor, digest: Tensor | None, split: BatchLayout, rank: int, counted: Sequence[Tensor | None]
+    model: RingModel, positions: Tensor, digest: Tensor | None, split: BatchLayout, counted: Sequence[Tensor | None]
 ) -> None:
     """Check that the batch was split by the model's layout, by its digest: positions in documents may fit two."""
-    layout = split.shared
-    name = "balanced" if layout.name == "custom" else layout.name
+    layout, name, rank = split.shared, model.ring_layout, model.ring_mesh["ring"].get_local_rank()
     rows = [len(split.rows) if lengths is None else len(lengths) for lengths in counted]
     expected = (positions_of(split, rank, *each) for each in zip(counted, rows, strict=True))
-    remedy = f"use rs.shard_batch(batch, mesh, layout={name!r})"
+    folds = f", folds={model.ring_folds}" if model.ring_folds > 1 else ""
+    remedy = f"use rs.shard_batch(batch, mesh, layout={name!r}{folds})"
     if positions.shape[-1] != layout.tokens_per_rank or not any(
         bool((positions == each.to(positions.device)).all()) for each in expected
     ):

@@ -45,6 +45,7 @@ def shard_batch(
     mesh: DeviceMesh,
     *,
     layout: BatchLayoutName = "zigzag",
+    folds: int = 1,
     device: torch.device | None = None,
 ) -> dict[str, Any]:
     """Return this rank's part of a Hugging Face batch, ready for a model that ``parallelize`` prepared.
@@ -61,6 +62,7 @@ def shard_batch(
             ``image_grid_thw``, ...), best on the CPU. None entries are left out.
         mesh: the mesh of the model.
         layout: as given to ``parallelize``. ``balanced`` makes one for the documents of each sequence.
+        folds: as given to ``parallelize``.
         device: of the result; that of ``input_ids`` if None.
 
     Returns:
@@ -101,7 +103,7 @@ def shard_batch(
     ring = mesh["ring"]
     if layout == "balanced" and lengths is None:  # said, since the layout depends on where the sequence ends
         lengths = torch.full((len(tokens), 1), tokens.shape[1])
-    split, rank = BatchLayout.of(layout, tokens.shape[1], ring.size(), lengths), ring.get_local_rank()
+    split, rank = BatchLayout.of(layout, tokens.shape[1], ring.size(), lengths, folds), ring.get_local_rank()
     local = {
         "input_ids": split.shard(tokens, rank),
         "position_ids": positions_of(split, rank, counted, len(tokens)).int(),

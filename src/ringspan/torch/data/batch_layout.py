@@ -23,10 +23,12 @@ class BatchLayout:
     rows: tuple[Layout, ...]
 
     @classmethod
-    def of(cls, name: BatchLayoutName, length: int, ranks: int, lengths: Tensor | None) -> "BatchLayout":
+    def of(
+        cls, name: BatchLayoutName, length: int, ranks: int, lengths: Tensor | None, folds: int = 1
+    ) -> "BatchLayout":
         """Make a layout for documents of these lengths (B, documents); UnsupportedError for ``balanced`` without."""
         if name != "balanced":
-            return cls((batch_layout(name, length, ranks),))
+            return cls((batch_layout(name, length, ranks, folds=folds),))
         if lengths is None:
             raise UnsupportedError("layout 'balanced' needs document_lengths; make the batch with rs.shard_batch")
         rows = [tuple(each for each in row if each) for row in lengths.tolist()]

@@ -86,6 +86,11 @@ def wanted_router(model: RingModel, asked: bool | None) -> RouterLoss | None:
         return None
     if model.ring_router is None:
         raise no_router_loss(class_name(model))
+    if model.ring_folds > 1:
+        raise UnsupportedError(
+            "output_router_logits=True: the routers' loss is one of all tokens, which folds do not see at once; use "
+            "folds=1, or leave it out"
+        )
     if model.ring_compiled:
         raise UnsupportedError(
             "output_router_logits=True: compiled layers do not show their routers' scores; use compile=False"

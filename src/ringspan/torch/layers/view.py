@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from ringspan.core.names import BatchLayoutName
+from ringspan.core.step_config import StepConfig
 from ringspan.torch.data.loss_blocks import LossOptions
 
 if TYPE_CHECKING:
@@ -51,6 +52,10 @@ class RingModel(_Model):
 
     ring_mesh: DeviceMesh
     ring_layout: BatchLayoutName
+    ring_folds: int
+    """Parts of each sequence that ranks compute one after the other."""
+    ring_step: StepConfig
+    """The options of ``parallelize``."""
     ring_decoder: str
     """The decoder's path; empty if the model is one."""
     ring_configs: tuple[Any, ...]

@@ -21,9 +21,9 @@ _AHEAD: Final = 3
 class Store:
     """Store of tensors, fetched best in reverse; parameters, integers and small ones stay, files vanish with theirs."""
 
-    def __init__(self, *, min_bytes: int | None = None, folder: str | None = None) -> None:
+    def __init__(self, *, min_bytes: int | None = None, folder: str | None = None, is_ordered: bool = True) -> None:
         self.min_bytes = MIN_BYTES if min_bytes is None else min_bytes
-        self.folder = folder
+        self.folder, self._is_ordered = folder, is_ordered
         self.parked_bytes = 0  # over all time
         self._newest: weakref.ref[_Parked] | None = None
 
@@ -35,7 +35,7 @@ class Store:
         before = self._newest() if self._newest is not None else None
         parked = _PLACES[rules_of(tensor.device).offloads_to](tensor, before, self.folder)
         # Weak: a pass that is dropped without backward takes what it parked with it.
-        self._newest = weakref.ref(parked)
+        self._newest = weakref.ref(parked) if self._is_ordered else None
         self.parked_bytes += tensor.nbytes
         return parked
 

@@ -65,7 +65,7 @@ class Segments:
             segment = self._segment = _Segment(self._store)
         place = len(segment.calls)
         # Random numbers and autocast are noted here, since making an input again has to draw the same.
-        segment.calls.append(_Call(layer, function, args[1:], _surroundings(args[0]), self._store, kept))
+        segment.calls.append(_Call(layer, function, args[1:], surroundings(args[0]), self._store, kept))
         with segment.hooks(place, args[0]):
             result = checkpointed(function, *args, **options)
         # Weak: a strong reference would keep the very tensor that segments are there to free.
@@ -156,20 +156,21 @@ def _gathered(layer: nn.Module, coming: nn.Module | None, *, stays: bool) -> Ite
         layer.reshard()
 
 
-def _surroundings(hidden: Tensor) -> Callable[[], Any]:
+def surroundings(hidden: Tensor) -> Callable[[], Any]:
+    """Return a factory of contexts with the random numbers and autocast of now, on the device of a tensor."""
     kind = hidden.device.type
     cpu_state = torch.get_rng_state()
     devices, states = get_device_states(hidden)
     autocast = autocast_now(kind)
 
     @contextmanager
-    def surroundings() -> Iterator[None]:
+    def as_then() -> Iterator[None]:
         with torch.random.fork_rng(devices, device_type=kind), autocast():
             torch.set_rng_state(cpu_state)
             set_device_states(devices, states, device_type=kind)
             yield
 
-    return surroundings
+    return as_then
 
 
 def _keeping(store: Store, kept: list[tuple[Any, ...]]) -> AbstractContextManager[None]:

@@ -15,6 +15,7 @@ from ringspan.torch.layers.numbering import counts_real_tokens, told
 from ringspan.torch.layers.positions import note_length
 from ringspan.torch.layers.rope import set_global_length
 from ringspan.torch.layers.view import RingModel, decoder_on_ring
+from ringspan.torch.memory.folds import Fold
 from ringspan.torch.model.recurrent import starts_of
 from ringspan.torch.multimodal.kinds import Blocks, blocks_of
 from ringspan.torch.multimodal.towers import find_pass
@@ -28,14 +29,17 @@ def local_hidden_states(
     longest: int,
     document_lengths: Tensor | None,
     media: Media | None,
+    fold: Fold | None = None,
 ) -> Tensor:
     """Compute hidden states (B, T, C) of local tokens (B, T); ``longest`` document's tokens are without padding."""
     decoder = decoder_on_ring(model)
     if document_lengths is not None and counts_real_tokens(decoder):
         ring = model.ring_mesh["ring"]
-        split = BatchLayout.of(model.ring_layout, position_ids.shape[1] * ring.size(), ring.size(), document_lengths)
+        folds, number = model.ring_folds if fold else 1, fold.number if fold else 0
+        length = position_ids.shape[1] * ring.size() * folds
+        split = BatchLayout.of(model.ring_layout, length, ring.size(), document_lengths, folds)
         inside = positions_of(split, ring.get_local_rank(), document_lengths, len(document_lengths))
-        position_ids = inside.to(position_ids)
+        position_ids = inside.to(position_ids).chunk(folds, 1)[number]
     set_global_length(decoder, longest)
     if model.training:
         _note_length(model, longest)
@@ -49,7 +53,7 @@ def local_hidden_states(
     if model.ring_router is not None:
         others["output_router_logits"] = False  # by transformers; they are recorded here
     # Programs cannot be told; layers with a state are never compiled.
-    sequences = None if model.ring_compiled else _sequences(model, position_ids.shape[1], packed)
+    sequences = None if model.ring_compiled else _sequences(model, position_ids.shape[1], packed, fold)
     seen = find_pass(model, media, position_ids.shape[1], document_lengths)
     with passing(sequences):
         # Padding counts on behind the end, where a learned table has no position any more.
@@ -89,14 +93,16 @@ class Packed:
 
 
 @torch.compiler.disable()
-def _sequences(model: RingModel, tokens: int, packed: Packed | None) -> SequencePass:
+def _sequences(model: RingModel, tokens: int, packed: Packed | None, fold: Fold | None) -> SequencePass:
     ring = model.ring_mesh["ring"]
     split = None if packed is None else packed.split
+    if fold is not None:
+        split = BatchLayout((fold.layout,))
     split = split or BatchLayout.of(model.ring_layout, tokens * ring.size(), ring.size(), None)
     starts = ((0,),)
     if packed is not None and packed.lengths is not None:
         starts = tuple(starts_of([row for row in packed.rows if row is not None]))
-    return SequencePass(split.rows, ring.get_group(), starts, packed)
+    return SequencePass(split.rows, ring.get_group(), starts, packed, fold=fold)
 
 
 @torch.compiler.disable()  # a part of a mesh is made here, which it cannot trace

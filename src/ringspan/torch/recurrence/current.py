@@ -53,6 +53,8 @@ class SequencePass:
     packed: Any = None
     record: Record | None = field(default=None, compare=False)
     before: Before | None = field(default=None, compare=False)
+    fold: Any = field(default=None, compare=False)
+    """Whose turn it is (``ringspan.torch.memory.folds.Fold``) of a sequence in folds."""
 
     def of_rows(self) -> "list[tuple[slice, SequencePass]]":
         """Yield the sequences that share a layout."""

@@ -58,6 +58,9 @@ class MemoryConfig(Table):
     """Consecutive layers that keep only the first one's input; the others are recomputed, which costs one more
     forward pass. The square root of the number of layers keeps least, see docs/memory.md. "auto": 1, or with checkpoint
     = "auto" as few as activation_bytes allows."""
+    folds: int = Field(default=1, ge=1)
+    """Parts of each sequence that a rank computes one after the other: activations of one exist at once, keys and
+    values of all; "offload" moves these too. See docs/memory.md."""
     loss_chunk_tokens: int = Field(default=1024, ge=1)
     """Tokens whose logits exist at once."""
     loss_chunk_vocabulary: int | None = Field(default=None, ge=1, examples=[16384])

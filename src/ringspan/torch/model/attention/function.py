@@ -13,12 +13,13 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.step_config import StepConfig
 from ringspan.torch.attention.cached import Turn, current_turn
-from ringspan.torch.attention.op import ring_attention
-from ringspan.torch.attention.request import in_autocast
+from ringspan.torch.attention.op import attend_to
+from ringspan.torch.attention.request import Request, in_autocast
 from ringspan.torch.attention.traced import layer_attention, mask_of
 from ringspan.torch.kernels.contract import Scores
 from ringspan.torch.layers.cache_names import NAMES
 from ringspan.torch.layers.decoder import LayerKind
+from ringspan.torch.memory.folds import Fold, attend_in_folds
 from ringspan.torch.model.attention.indexed import ChoosingAttention, Rows, attend_to_chosen
 from ringspan.torch.model.forward_arguments import UNSAID, Unsaid, check_attention
 from ringspan.torch.model.local_pass import Packed
@@ -75,7 +76,8 @@ def register_attention(
         elif is_program and not _has_temperature(module):
             out = _as_program((query, key, value), ring_packed, ring, kind, asked, config)
         else:
-            out = _over_ring(module, (query, key, value), ring_packed, ring, kind, asked, config)
+            fold = None if sequences is None else sequences.fold
+            out = _over_ring(module, (query, key, value), ring_packed, ring, kind, asked, config, fold)
         return out, None
 
     def no_mask(
@@ -145,18 +147,20 @@ def _over_ring(
     kind: LayerKind,
     asked: _Asked,
     config: StepConfig,
+    fold: Fold | None,
 ) -> Tensor:
     """Attend over the ring, each row under its documents' mask: (B, T, H, D)."""
-    length = qkv[0].shape[2] * dist.get_world_size(ring)
+    length = qkv[0].shape[2] * dist.get_world_size(ring) if fold is None else fold.length
     if _has_temperature(module):
         if packed:
             positions = packed.positions
         else:
-            layout = batch_layout(config.layout, length, dist.get_world_size(ring))
+            layout = batch_layout(config.layout, length, dist.get_world_size(ring)) if fold is None else fold.layout
             positions = torch.from_numpy(layout.positions(dist.get_rank(ring)))[None]
         qkv = _warmed(module, qkv[0], positions), *qkv[1:]
-    parts = [
-        ring_attention(
+    parts: list[Tensor] = []
+    for number, (part, mask, layout) in enumerate(_rows(packed, length, kind, config)):
+        request = Request(
             *(x[part] for x in qkv),
             mask=mask,
             layout=layout,
@@ -169,8 +173,7 @@ def _over_ring(
             comm_dtype=config.comm_dtype,
             kernel=config.kernel,
         )
-        for part, mask, layout in _rows(packed, length, kind, config)
-    ]
+        parts.append(attend_to(request) if fold is None else attend_in_folds(fold, (module, number), request))
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).transpose(1, 2)
 
 

@@ -40,6 +40,7 @@ from ringspan.torch.model.config_changes import check_configs
 from ringspan.torch.model.forward_arguments import check_arguments
 from ringspan.torch.model.local_pass import local_hidden_states
 from ringspan.torch.model.saving import Saved
+from ringspan.torch.model.tasks.folded import in_folds
 from ringspan.torch.runtime.mesh import tensor_axis
 from ringspan.torch.tensor_parallel.split import splits_vocabulary
 from ringspan.torch.transport.collectives import Sum, SumOfGradients
@@ -75,6 +76,8 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
             bind = partial(self.ring_bind, args, kwargs)
             kwargs = check_forward(self, bind, partial(_check_asked, self), asked.value)
             with recovering(self), agreeing(self, kwargs):
+                if self.ring_folds > 1:
+                    return _in_folds(self, call, kwargs)
                 return with_shards(self, call(**kwargs))
 
     def ring_bind(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.BoundArguments:
@@ -110,7 +113,7 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
         auxiliary loss over all ranks' ``real_tokens`` (B, T), all but the layout's padding when None. ``media`` are the
         whole batch's. ``ring_asked`` in ``kwargs``: log-probabilities for ``token_logprobs``, or a ``PerToken``.
         ``labels`` and ``attention_mask`` raise in ``__call__``; Trainer keeps the data columns named here, and
-        ``shard_batch`` takes both.
+        ``shard_batch`` takes both. ``ring_fold`` is the fold of these tokens.
 
         Raises:
             UnsupportedError: an argument that a ring does not honour or no model has, or a config changed since
@@ -125,7 +128,8 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
         longest = int(sequence_length)
         recording = nullcontext() if router is None else router.recorder.recording()
         with recording as scores:
-            hidden = local_hidden_states(self, input_ids, position_ids, longest, document_lengths, media)
+            fold = kwargs.get("ring_fold")
+            hidden = local_hidden_states(self, input_ids, position_ids, longest, document_lengths, media, fold)
         if is_scored:
             assert shift_labels is not None, "checked by __call__"
             whole = longest if document_lengths is None else int(document_lengths.sum(1).max())
@@ -162,10 +166,30 @@ def _logprobs(
     model: RingModel, hidden: Tensor, targets: Tensor, length: int, document_lengths: Tensor | None
 ) -> Tensor:
     """Compute the log-probability of each target (B, S) on every rank of the ring; 0 without a target."""
-    losses = _cross_entropy(model, hidden, targets, _plain(model), "none").view(targets.shape)
+    return _everywhere(model, _local_logprobs(model, hidden, targets), length, document_lengths)
+
+
+def _local_logprobs(model: RingModel, hidden: Tensor, targets: Tensor) -> Tensor:
+    return 0.0 - _cross_entropy(model, hidden, targets, _plain(model), "none").view(targets.shape)
+
+
+def _everywhere(model: RingModel, local: Tensor, length: int, document_lengths: Tensor | None) -> Tensor:
+    """Return each token's number, (B, S), on every rank of the ring."""
     ring = model.ring_mesh["ring"]
-    split = BatchLayout.of(model.ring_layout, length, ring.size(), document_lengths)
-    return Unsharded.apply(0.0 - losses, split, ring.get_group())
+    split = BatchLayout.of(model.ring_layout, length, ring.size(), document_lengths, model.ring_folds)
+    return Unsharded.apply(local, split, ring.get_group())
+
+
+def _in_folds(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+    """Compute what ``forward`` returns of a sequence in folds."""
+    asked = _asked(kwargs)
+    if asked is Asked.LOGPROBS:
+        lengths = kwargs.get("document_lengths")
+        length = int(kwargs["sequence_length"] if lengths is None else lengths.sum(1).max())
+        local = in_folds(model, call, kwargs | {"ring_asked": PerToken(asked.value, _local_logprobs)})
+        return watch_backward(_everywhere(model, local, length, lengths))
+    found = watch_backward(in_folds(model, call, kwargs))
+    return _output(None, **{"logits" if found.ndim else "loss": found})
 
 
 def _plain(model: RingModel) -> LossOptions:

@@ -1,0 +1,190 @@
+"""Attention of folds, one after the other: keys and values of all folds wait in a store, with their gradients.
+
+B batch, H query heads, G key/value heads, T local tokens of a fold, D head size.
+"""
+
+import sys
+from collections import defaultdict
+from collections.abc import Hashable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.core.geometry.folds import folds_read
+from ringspan.core.geometry.layout import CustomLayout
+from ringspan.core.names import OffloadName
+from ringspan.torch.attention.handler import handled
+from ringspan.torch.attention.op import attend_backward, attend_forward
+from ringspan.torch.attention.part import accumulation_dtype
+from ringspan.torch.attention.request import Request, checked
+from ringspan.torch.kernels.partials.merge import merge_into
+from ringspan.torch.memory.offload import Store
+
+
+class Kept:
+    """Tensors of folds by attention call: each read by later folds, in any order."""
+
+    def __init__(self, offload: OffloadName) -> None:
+        # Without an order: neighbours in time are other layers', which nobody wants next.
+        self._store = Store(min_bytes=None if offload == "activations" else sys.maxsize, is_ordered=False)
+        self._folds: dict[Hashable, dict[int, tuple[Any, ...]]] = defaultdict(dict)
+
+    def put(self, call: Hashable, fold: int, *tensors: Tensor) -> None:
+        self._folds[call][fold] = tuple(self._store.put(_alone(x.detach())) for x in tensors)
+
+    def has(self, call: Hashable, fold: int) -> bool:
+        return fold in self._folds[call]
+
+    def fetch(self, call: Hashable, fold: int) -> None:
+        """Begin to bring back a fold's tensors."""
+        for kept in self._folds[call].get(fold, ()):
+            if not isinstance(kept, Tensor):
+                kept.fetch()
+
+    def get(self, call: Hashable, fold: int) -> tuple[Tensor, ...]:
+        return tuple(self._store.get(kept, again=True) for kept in self._folds[call][fold])
+
+    def drop(self, call: Hashable, fold: int) -> None:
+        self._folds[call].pop(fold, None)
+
+    def pop(self, call: Hashable, fold: int) -> tuple[Tensor, ...]:
+        """Return a fold's tensors and forget them; none if there are none."""
+        return tuple(self._store.get(kept) for kept in self._folds[call].pop(fold, ()))
+
+
+def _alone(x: Tensor) -> Tensor:
+    """Return a tensor that keeps no larger one alive."""
+    return x if x.untyped_storage().nbytes() == x.nbytes else x.clone(memory_format=torch.contiguous_format)
+
+
+class Folds:
+    """One pass over a sequence in folds: what waits of its attention.
+
+    Args:
+        layouts: of the folds.
+        offload: where it waits.
+        keeps_results: True if backward finds attention's results, False if it computes them again.
+    """
+
+    def __init__(self, layouts: tuple[CustomLayout, ...], offload: OffloadName, *, keeps_results: bool) -> None:
+        self.layouts, self.keeps_results = layouts, keeps_results
+        self.keys = Kept(offload)  # and values
+        self.gradients = Kept(offload)  # of these, summed over the folds that had their turn in backward
+        self.results = Kept(offload)  # and their log-sum-exp
+
+
+class Fold(NamedTuple):
+    """A fold's turn."""
+
+    folds: Folds
+    number: int
+    is_again: bool
+    """True in backward, when its forward pass runs again."""
+
+    @property
+    def layout(self) -> CustomLayout:
+        return self.folds.layouts[self.number]
+
+    @property
+    def length(self) -> int:
+        """Tokens of the whole sequence, with padding."""
+        return len(self.folds.layouts) * self.layout.padded_length
+
+
+class _Call(NamedTuple):
+    fold: Fold
+    name: Hashable
+    specs: dict[int, str]
+    """Attention to each fold: its own, then earlier ones, the last first."""
+
+
+def attend_in_folds(fold: Fold, name: Hashable, asked: Request) -> Tensor:
+    """Compute ``ring_attention`` of a fold's queries to the keys of all folds.
+
+    Args:
+        fold: whose turn it is.
+        name: of this call within a fold, such as its module.
+        asked: arguments of ``ring_attention``; its mask covers the whole sequence.
+
+    Raises:
+        UnsupportedError: the call is made twice in a fold; whatever ``ring_attention`` raises.
+    """
+    q, k, v, own = checked(asked._replace(layout=fold.layout))
+    read = folds_read(own.mask, fold.length, fold.layout.padded_length, fold.number)
+    specs = {fold.number: str(own)}
+    for each in read:  # folds are of one size, so any keys do
+        key_layout = fold.folds.layouts[each]
+        specs[each] = str(checked(asked._replace(q=q, k=k, v=v, layout=fold.layout, key_layout=key_layout))[-1])
+    if not fold.is_again:
+        if fold.folds.keys.has(name, fold.number):
+            raise UnsupportedError("an attention module that is called twice in a pass is not split into folds yet")
+        fold.folds.keys.put(name, fold.number, k, v)
+    return _Attention.apply(q, k, v, asked.sinks, asked.slopes, _Call(fold, name, specs))
+
+
+class _Attention(torch.autograd.Function):
+    """Attention to keys of several folds; in backward, gradients of earlier folds' keys are added up for their turn."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, call: _Call
+    ) -> Tensor:
+        fold, results = call.fold, call.fold.folds.results
+
+        def compute() -> tuple[Tensor, Tensor]:
+            if fold.is_again and results.has(call.name, fold.number):
+                out, lse = results.pop(call.name, fold.number)
+                return out, lse
+            return _attend(q, k, v, sinks, slopes, call)
+
+        out, lse = handled(compute)
+        if not fold.is_again and fold.folds.keeps_results:
+            results.put(call.name, fold.number, out, lse)
+        ctx.call = call
+        ctx.save_for_backward(q, k, v, sinks, slopes, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        [dout], (q, k, v, sinks, slopes, out, lse), call = gradients, ctx.saved_tensors, ctx.call
+        number, folds = call.fold.number, call.fold.folds
+        dtype = accumulation_dtype(q.dtype)
+        folds.keys.drop(call.name, number)  # later folds had their turn, and its own are here
+        dq, dk, dv, dsinks = attend_backward(dout, q, k, v, sinks, slopes, out, lse, call.specs[number])
+        dq = dq.to(dtype)
+        for each, spec in _earlier(call):
+            keys, values = folds.keys.get(call.name, each)
+            more = attend_backward(dout, q, keys, values, None, slopes, out, lse, spec)
+            dq += more[0]
+            before = folds.gradients.pop(call.name, each)
+            sums = [x.to(dtype) if not before else before[i].add_(x) for i, x in enumerate(more[1:3])]
+            folds.gradients.put(call.name, each, *sums)
+        later = folds.gradients.pop(call.name, number)
+        dk, dv = (x if not later else later[i].add_(x).to(x.dtype) for i, x in enumerate((dk, dv)))
+        return dq.to(q.dtype), dk, dv, None if sinks is None else dsinks, None, None
+
+
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, call: _Call
+) -> tuple[Tensor, Tensor]:
+    """Merge attention to own keys, with the sinks, and to keys of earlier folds."""
+    out, lse = attend_forward(q, k, v, sinks, slopes, call.specs[call.fold.number])
+    total = out.to(lse.dtype)
+    for each, spec in _earlier(call):
+        keys, values = call.fold.folds.keys.get(call.name, each)
+        merge_into(total, lse, *attend_forward(q, keys, values, None, slopes, spec))
+    return total.to(out.dtype), lse
+
+
+def _earlier(call: _Call) -> Iterator[tuple[int, str]]:
+    """Yield the earlier folds that are read, each with its spec, while the next one's tensors are on their way."""
+    _, *others = call.specs.items()
+    for place, item in enumerate(others):
+        for each, _ in others[place : place + 2]:
+            call.fold.folds.keys.fetch(call.name, each)
+            call.fold.folds.gradients.fetch(call.name, each)
+        yield item

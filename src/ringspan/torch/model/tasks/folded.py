@@ -1,0 +1,143 @@
+"""Passes over a sequence in folds: a rank computes one after the other and keeps only its input.
+
+Forward goes from the first fold to the last, without autograd: a fold's tokens see keys and values of earlier folds.
+Backward goes from the last to the first, each computed again with its own backward pass. Gradients of earlier folds'
+keys and values add up there until these have their turn (``ringspan.torch.memory.folds``). FSDP gathers the weights for
+each fold, and sums its gradients over the ranks.
+"""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.geometry.folds import fold_layouts
+from ringspan.core.step_config import StepConfig
+from ringspan.torch.consistency.forward import agreeing, recovering
+from ringspan.torch.consistency.loop_watch import in_call
+from ringspan.torch.consistency.own_calls import calling_parts
+from ringspan.torch.layers.modules import local_part
+from ringspan.torch.layers.view import ModelView, RingModel
+from ringspan.torch.memory.folds import Fold, Folds
+from ringspan.torch.memory.segments import surroundings
+from ringspan.torch.memory.sharding import settle
+from ringspan.torch.model.attention.indexed import choosing_modules
+
+# Arguments of a pass that have one entry for each local token.
+_OF_TOKENS: Final = ("input_ids", "position_ids", "shift_labels", "real_tokens")
+
+
+def refuse_folds(view: ModelView, config: StepConfig) -> None:
+    """Raise what does not go with ``folds``.
+
+    Raises:
+        UnsupportedError, ConfigError, LayoutError: naming it, and what would.
+    """
+    if config.folds == 1:
+        return
+    fold_layouts(config.layout, 1, 1, config.folds)
+    what = None
+    if view.stateful:
+        what = f"layers with a state or a convolution ({next(iter(view.stateful))})"
+    elif choosing_modules(view.decoder):
+        what = "layers with an index that chooses keys"
+    elif view.towers:
+        what = "towers that see or hear"
+    elif view.head is None:
+        what = "no head that predicts tokens"
+    if what is not None:
+        raise UnsupportedError(
+            f"folds={config.folds}: {view.name} has {what}, which folds do not take yet; use folds=1"
+        )
+    if "ulysses" in config.route or config.route == "auto":
+        raise ConfigError(f"folds={config.folds} does not go with route {config.route!r}; use ring or all-gather")
+
+
+def in_folds(model: RingModel, call: Callable[..., Any], arguments: dict[str, Any]) -> Tensor:
+    """Return the loss of a pass in folds, or what it computes of each local token. Differentiable.
+
+    Args:
+        model: a ``RingCausalLM``.
+        call: its pass over some tokens, which gathers weights.
+        arguments: of a pass over all local tokens, checked.
+    """
+    trains = torch.is_grad_enabled() and any(parameter.requires_grad for parameter in model.parameters())
+    run = _Pass(model, call, arguments, trains=trains)
+    if not trains:
+        return run.forward()
+    return _Folded.apply(torch.zeros((), requires_grad=True), run)
+
+
+class _Folded(torch.autograd.Function):
+    """One node for a whole pass; parameters get their gradients inside of its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, run: "_Pass") -> Tensor:
+        ctx.run = run
+        return run.forward()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        run, ctx.run = ctx.run, None
+        if run is None:
+            raise RuntimeError("a pass in folds is differentiated once; compute the loss again")
+        run.backward(gradients[0])
+        return None, None
+
+
+class _Pass:
+    """A pass in folds, and what its backward needs."""
+
+    def __init__(self, model: RingModel, call: Callable[..., Any], arguments: dict[str, Any], *, trains: bool) -> None:
+        self._model, self._call, self._arguments, self._trains = model, call, arguments, trains
+        ring, step = model.ring_mesh["ring"], model.ring_step
+        tokens = arguments["input_ids"].shape[1]
+        self._tokens = tokens // step.folds
+        layouts = fold_layouts(step.layout, ring.size() * tokens, ring.size(), step.folds)
+        self._folds = Folds(layouts, step.offload, keeps_results=trains and step.checkpoint != "full")
+        self._as_then: list[Callable[[], Any]] = []
+        self._versions: list[int] = []
+
+    def forward(self) -> Tensor:
+        """Return the sum of the folds' losses, or the numbers of all tokens."""
+        found: list[Tensor] = []
+        with torch.no_grad():
+            for number in range(len(self._folds.layouts)):
+                if self._trains:
+                    self._as_then.append(surroundings(self._arguments["input_ids"]))
+                found.append(self._compute(number, is_again=False))
+        settle(self._model)
+        self._versions = self._weights()
+        return torch.cat(found, 1) if found[0].ndim else torch.stack(found).sum()
+
+    def backward(self, gradient: Tensor) -> None:
+        """Add each fold's gradients to the parameters'."""
+        if self._versions != self._weights():
+            raise UnsupportedError(
+                "a weight was changed between a forward pass in folds and its backward pass, which computes with it "
+                "again; step the optimizer after backward"
+            )
+        for number in reversed(range(len(self._folds.layouts))):
+            with in_call("a backward pass"), recovering(self._model), calling_parts("a backward pass"):
+                with torch.enable_grad(), self._as_then[number](), agreeing(self._model, self._arguments):
+                    found = self._compute(number, is_again=True)
+                own = gradient[:, self._part(number)] if gradient.ndim else gradient
+                torch.autograd.backward(found, own.to(found.dtype))
+            del found
+
+    def _compute(self, number: int, *, is_again: bool) -> Tensor:
+        part = self._part(number)
+        arguments = {name: value[:, part] if name in _OF_TOKENS else value for name, value in self._arguments.items()}
+        output = self._call(**arguments, ring_fold=Fold(self._folds, number, is_again))
+        return output.logits if output.loss is None else output.loss
+
+    def _part(self, number: int) -> slice:
+        return slice(number * self._tokens, (number + 1) * self._tokens)
+
+    def _weights(self) -> list[int]:
+        """Return numbers that change with the weights."""
+        return [local_part(parameter.detach())._version for parameter in self._model.parameters()]
