@@ -17,7 +17,7 @@ from ringspan.hf import RingConfig, RingTrainerMixin, seams
 from ringspan.hf.batches import takes_whole_batches, whole_logits
 from ringspan.hf.progress import load_optimizer, save_optimizer
 from tests.cases import long
-from tests.hf.trainers import TOLERANCE, Examples, arguments, check, close, differences, made, plain, saved, train
+from tests.hf.trainers import TOLERANCE, Examples, arguments, check, differences, made, plain, saved, train
 from tests.torch.models import build
 
 RINGS = [(4, 2), *long((3, 1))]  # ranks, replicas
@@ -29,12 +29,6 @@ def test_ten_steps_equal_one_process(world, ranks, replicas):
     expected = train(None, plain, "llama", None, sizes)
     assert len(expected["loss"]) == len(expected["grad_norm"]) == 10 and len(expected["eval_loss"]) == 1
     check(world, ranks, plain, "llama", {}, expected, replicate=replicas)
-
-
-def test_a_trainer_in_folds_is_itself_in_one_pass(world):
-    expected = train(None, plain, "llama", None, {"max_steps": 3})
-    for found in world(2).run(train, 2, plain, "llama", {"folds": 3}, {"max_steps": 3}):
-        close(found, expected)
 
 
 class Penalised:

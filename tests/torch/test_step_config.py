@@ -51,9 +51,8 @@ def test_a_run_hands_every_option_on():
     options = {
         "attention": {"layout": "striped", "route": "all-gather", "comm_dtype": "int8", "kernel": "eager"},
         "memory": {
-            "checkpoint": "full", "layers_per_checkpoint": 3, "folds": 5, "loss_chunk_tokens": 7,
-            "loss_chunk_vocabulary": 11, "feedforward_chunk_tokens": 13, "norm_chunk_tokens": 17,
-            "offload": "activations",
+            "checkpoint": "full", "layers_per_checkpoint": 3, "loss_chunk_tokens": 7, "loss_chunk_vocabulary": 11,
+            "feedforward_chunk_tokens": 13, "norm_chunk_tokens": 17, "offload": "activations",
         },
         "optimizer": {"z_loss": 0.5, "label_smoothing": 0.25},
     }  # fmt: skip

@@ -159,10 +159,10 @@ def as_toml(values: dict, prefix: str = "") -> str:
             },
         ),
         (
-            "heads over 2, in folds",
+            "heads over 2",
             {
                 "mesh": {"tp": 2},
-                "memory": {"feedforward_chunk_tokens": 7, "folds": 3},
+                "memory": {"feedforward_chunk_tokens": 7},
                 "optimizer": {"warmup_steps": 1, "learning_rate": 1e-2, "accumulation_steps": 2, "batch_size": 2},
             },
         ),

@@ -128,7 +128,7 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
         longest = int(sequence_length)
         recording = nullcontext() if router is None else router.recorder.recording()
         with recording as scores:
-            fold = kwargs.get("ring_fold")
+            fold: Any = kwargs.get("ring_fold")
             hidden = local_hidden_states(self, input_ids, position_ids, longest, document_lengths, media, fold)
         if is_scored:
             assert shift_labels is not None, "checked by __call__"

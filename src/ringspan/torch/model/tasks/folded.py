@@ -16,9 +16,9 @@ from torch.autograd.function import once_differentiable
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.geometry.folds import fold_layouts
 from ringspan.core.step_config import StepConfig
+from ringspan.torch.consistency.fixed import calling_parts
 from ringspan.torch.consistency.forward import agreeing, recovering
 from ringspan.torch.consistency.loop_watch import in_call
-from ringspan.torch.consistency.own_calls import calling_parts
 from ringspan.torch.layers.modules import local_part
 from ringspan.torch.layers.view import ModelView, RingModel
 from ringspan.torch.memory.folds import Fold, Folds
