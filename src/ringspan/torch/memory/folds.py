@@ -65,7 +65,7 @@ class Folds:
 
     Args:
         layouts: of the folds.
-        offload: where it waits.
+        offload: as given to ``parallelize``.
         keeps_results: True if backward finds attention's results, False if it computes them again.
     """
 
