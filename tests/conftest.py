@@ -34,8 +34,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if config.getoption("tier") and not hasattr(config, "workerinput"):  # workers report to the one that sums up
-        config.pluginmanager.register(Budget(config.getoption("tier")))
+    step = config.getoption("tier")
+    if step and not hasattr(config, "workerinput"):  # workers report to the one that sums up
+        config.pluginmanager.register(Budget(step))
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -52,9 +53,12 @@ def server(request: pytest.FixtureRequest) -> None:
         return
     folders = {part for item in request.session.items for part in item.nodeid.partition("::")[0].split("/")}
     # The folders whose tests start ranks of their own.
-    if folders & {"bench", "cli", "hf", "train"} or any("pool" in item.fixturenames for item in request.session.items):
+    if folders & {"bench", "cli", "hf", "train"} or any(
+        "pool" in getattr(item, "fixturenames", ()) for item in request.session.items
+    ):
         trainers = ["tests.hf.trainers"] if "hf" in folders else []
-        serve_forks("ringspan.train.loop", "transformers.models.llama.modeling_llama", *trainers)
+        # An operator's first call imports torch._dynamo: on a busy machine a minute, in which the other ranks wait.
+        serve_forks("torch._dynamo", "ringspan.train.loop", "transformers.models.llama.modeling_llama", *trainers)
 
 
 @pytest.fixture(scope="session")
