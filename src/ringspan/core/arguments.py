@@ -31,7 +31,7 @@ def is_split(count: int, ranks: int) -> bool:
 
 
 def check_shapes(q: Sequence[int], k: Sequence[int], v: Sequence[int]) -> None:
-    """Raise UnsupportedError for shapes but q (B, H, T, D), k (B, G, T', D), v (B, G, T', E), G dividing H."""
+    """Raise UnsupportedError unless q (B, H, T, D), k (B, G, T', D), v (B, G, T', E), G dividing H."""
     for name, shape in (("q", q), ("k", k), ("v", v)):
         if len(shape) != 4:
             raise UnsupportedError(f"{name} must be (batch, heads, tokens, head_dim), got shape {tuple(shape)}")
@@ -70,7 +70,7 @@ def find_mask(mask: Mask | str | None) -> Mask:
 def find_layouts(
     layout: LayoutName | Layout, key_layout: Layout | None, ranks: int, tokens: int, key_tokens: int, remedy: str
 ) -> tuple[Layout, Layout]:
-    """Return the layouts of queries and keys, checked against local tokens; ``remedy`` pads the caller's tensors."""
+    """Return the layouts of queries and keys, checked; ``remedy`` pads tensors."""
     _check_layouts(layout, key_layout)
     if isinstance(layout, str):
         layout = Layout(layout, ranks * tokens, ranks)
@@ -102,7 +102,7 @@ def _check_layouts(layout: object, key_layout: object) -> None:
 
 
 def check_sharding(shape: Sequence[int], layout: object, dim: object) -> None:
-    """Raise LayoutError for anything but a layout of all positions and a dimension of the shape."""
+    """Raise LayoutError unless a layout holds all positions and ``dim`` exists."""
     if not isinstance(layout, Layout):
         raise LayoutError(f"layout must be a Layout, got {described(layout)}; {_LAYOUT_HINT}")
     if isinstance(layout, CustomLayout):

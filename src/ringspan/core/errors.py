@@ -11,7 +11,7 @@ EXIT_CLOSED_PIPE: Final = 141
 
 
 class RingspanError(ValueError):
-    """Base of everything ringspan refuses; the command line prints it as one line and exits with code 2."""
+    """Base of all refusals; the command line prints one line and exits with code 2."""
 
 
 class ConfigError(RingspanError):
@@ -35,11 +35,11 @@ class MissingExtraError(RingspanError, ImportError):
 
 
 class PeerMismatch(RingspanError):
-    """The ranks of one ring were given different things; raised on every rank before any payload moves."""
+    """The ranks of one ring differ in what they were given; on every rank, before any payload moves."""
 
 
 class OutputError(RingspanError):
-    """A file, a folder or the standard output cannot be written: a full disk, no permission."""
+    """A file, folder or standard output cannot be written: disk full, no permission."""
 
 
 class ClosedPipe(OutputError):
@@ -55,4 +55,4 @@ class RankLost(RuntimeError):
 
 
 class CheckpointError(RingspanError):
-    """A checkpoint cannot be written, or is not what was written: truncated, changed, stale, or of another run."""
+    """A checkpoint cannot be written, or is truncated, changed, stale, or of another run."""

@@ -199,7 +199,6 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
 
 
 def _agreed(given: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> tuple[PreTrainedModel, Parts]:
-    """Return the model inside of adapters and its changeable parts; raise as ``parallelize`` on every rank."""
     with meeting(mesh, "parallelize") as met:
         model = base_of(given)
         set_aside(model)
@@ -214,7 +213,6 @@ def _agreed(given: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> tup
 
 
 def _attend_over_ring(parts: Parts, ring: ProcessGroup, config: StepConfig) -> None:
-    """Let the decoder's attention modules call ``ring_attention``, and number tokens by their global positions."""
     decoder, own = cast("Any", parts.view.decoder), parts.view.own_attention
     choosing = choosing_modules(decoder)
     kinds = layer_kinds(decoder.config)
@@ -236,7 +234,6 @@ def _attend_over_ring(parts: Parts, ring: ProcessGroup, config: StepConfig) -> N
 
 
 def _prepare_layers(parts: Parts, config: StepConfig) -> None:
-    """Make layers keep what ``config.checkpoint`` says, and exchange their states and convolutions with other ranks."""
     view, decoder = parts.view, parts.view.decoder
     if parts.router is not None:
         record_routers(decoder, parts.router)
@@ -249,7 +246,6 @@ def _prepare_layers(parts: Parts, config: StepConfig) -> None:
 
 
 def _call_over_ring(parts: Parts, mesh: DeviceMesh, config: StepConfig) -> None:
-    """Give the model a class whose calls are those of all ranks: a decoder's, a classifier's or a causal LM's."""
     view, model, decoder = parts.view, parts.view.model, parts.view.decoder
     about: dict[str, Any] = {
         "ring_mesh": mesh,
@@ -296,6 +292,5 @@ def _note_what_stays(model: PreTrainedModel, layers: list[nn.Module], mesh: Devi
 
 
 def _next_number(mesh: DeviceMesh) -> str:
-    """Return an identity that tells the models of one mesh apart."""
     ranks = tuple(mesh.mesh.flatten().tolist())
     return f"number {next(_numbers.setdefault(ranks, count(1)))}"

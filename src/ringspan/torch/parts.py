@@ -79,7 +79,6 @@ def check_parts(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
 
 
 def _refuse_without_head(view: ModelView, mesh: DeviceMesh, config: StepConfig) -> None:
-    """Raise the options that need a head which predicts tokens."""
     name = view.name
     if config.compile is not False:
         raise UnsupportedError(f"compile={config.compile!r}: {name} has no head; leave it out")
@@ -97,7 +96,6 @@ def _refuse_without_head(view: ModelView, mesh: DeviceMesh, config: StepConfig) 
 
 
 def _refuse_options(view: ModelView, mesh: DeviceMesh, config: StepConfig) -> None:
-    """Raise the options that do not fit the model, the mesh or each other."""
     model, decoder = view.model, view.decoder
     axis, ring = tensor_axis(mesh), mesh["ring"].size()
     tp = 1 if axis is None else axis.size()
@@ -122,7 +120,7 @@ def _refuse_options(view: ModelView, mesh: DeviceMesh, config: StepConfig) -> No
 
 
 def _in_blocks(view: ModelView, mesh: DeviceMesh, config: StepConfig) -> Iterator[InBlocks]:
-    """Yield feed-forwards and norms that run in blocks, each tried out on this process before attention changes."""
+    """Yield feed-forwards and norms that run in blocks, tried out before attention changes."""
     if config.compile is not False:  # blocks would break its programs
         return
     option, is_checkpointed = "feedforward_chunk_tokens", config.checkpoint != "none"
@@ -141,7 +139,6 @@ def _in_blocks(view: ModelView, mesh: DeviceMesh, config: StepConfig) -> Iterato
 
 
 def _with_head(head: nn.Module, mesh: DeviceMesh, config: StepConfig, parts: Parts, found: FoundHead) -> Parts:
-    """Add the head, the loss, and image inputs of a model that predicts tokens."""
     model = parts.view.model
     if not found.shifts and _is_first(mesh):
         say_shifted(model)

@@ -1,4 +1,4 @@
-"""A file lock for one writer at a time, which the system releases with the process."""
+"""A file lock for one writer, released with its process."""
 
 import os
 import socket
@@ -18,7 +18,7 @@ _GRACE_SECONDS: Final = 1.0  # for a process that has just been killed
 
 
 class FileLock:
-    """POSIX lock with its holder's name in the file; shared by hosts if the file system can, else it locks nothing."""
+    """POSIX lock with its holder's name in the file; without a file system's support it locks nothing."""
 
     def __init__(self, path: Path, holding: str, remedy: str) -> None:
         """Prepare the lock; a refusal reads "``holding`` PROCESS", then the remedy."""

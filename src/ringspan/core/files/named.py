@@ -14,7 +14,7 @@ _MOST_BYTES: Final = 16 << 20  # the config of a model takes some thousand
 
 
 def read_small(path: str | Path) -> str:
-    """Read a text file without its byte order mark; OSError if too large or not a plain file (some never end)."""
+    """Read a text file without its byte order mark; OSError if large or not a plain file (some never end)."""
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):  # to open a pipe would wait for its writer
         raise OSError(errno.EINVAL, "a pipe or a device is read once, or never ends: write what it gives into a file")

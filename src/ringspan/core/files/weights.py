@@ -75,7 +75,6 @@ def _is_inside(name: Any) -> bool:
 
 
 def _why_none(names: Collection[str], single: str, index: str) -> str:
-    """Explain missing weights by files that resemble them, with a remedy."""
     first = min((name for name in names if name.endswith((".safetensors", *_PICKLES))), default=None)
     found, remedy = f"neither {single} nor {index}", "save it with save_pretrained"
     if {WEIGHTS, INDEX} & set(names):

@@ -35,7 +35,7 @@ def cut_in_order(some: Stretches, stretch: int, ranks: IntArray, counts: IntArra
 def cut_by_work(
     some: Stretches, stretch: int, ranks: IntArray, counts: IntArray, wanted: FloatArray, above: float
 ) -> Cut:
-    """Cut two chunks per rank, an early and a late one (little and much work), that sum to the wanted work."""
+    """Cut two chunks per rank, early and late (little and much work), that sum to the wanted work."""
     # One chunk if that costs at most ``above`` more, as under a window.
     in_order = cut_in_order(some, stretch, ranks, counts)
     if (in_order.pairs - wanted).max() <= above:

@@ -106,7 +106,7 @@ class Cells(NamedTuple):
 
 
 def stripe_cells(step: int, q_count: int, k_count: int, regions: IntArray, query: int | None = None) -> Cells:
-    """Return all regions' cells for stripes 0 to ``step - 1`` on both sides, or for one query stripe."""
+    """Return all regions' cells for stripes 0 to ``step - 1``, or for one query stripe."""
     q0, q1, k0, k1, low, high = (regions % step).T
     first, last = np.zeros_like(q0), np.full_like(q0, step)
     q_edges, k_edges, d_edges = (
@@ -132,7 +132,7 @@ def stripe_cells(step: int, q_count: int, k_count: int, regions: IntArray, query
 def stripe_hulls(
     queries: IntArray, keys: IntArray, step: int, q_count: int, k_count: int, regions: IntArray
 ) -> IntArray:
-    """Return the first and minus one past the last key that each query stripe sees, ``k_count`` if none. (2, pairs)."""
+    """Return a query stripe's first and minus one past the last key, ``k_count`` if none. (2, pairs)."""
     found = np.full((2, len(queries)), k_count, np.int64)
     able = np.flatnonzero(_differences(step, regions)[(queries - keys) % step])
     for side, sign in ((0, 1), (1, -1)):
@@ -166,7 +166,7 @@ def transposed(regions: IntArray) -> IntArray:
 def bands_between(
     mine: Spans, blocks: Sequence[Spans], first_stored: Sequence[int], regions: IntArray, *, passes_queries: bool
 ) -> list[tuple[Tile, ...]]:
-    """Return for each block all tiles of my queries against its keys, or of its queries against my keys."""
+    """Return each block's tiles of my queries against its keys, or its queries against my keys."""
     # Tiles that touch are joined. No two blocks hold the same positions. Rows and columns are indices into an owner's
     # storage; ``first_stored`` has the index of each block's first token.
     regions = transposed(regions) if passes_queries else regions
@@ -228,7 +228,7 @@ def _stripe_bands(cells: Cells, query: int, keys: IntArray, passes_queries: bool
 
 
 def _touching(tiles: list[Tile], bounds: IntArray) -> Iterator[tuple[int, int]]:
-    """Yield index pairs of tiles next to or above a FULL one of the same rows or keys: only those can ``join``."""
+    """Yield pairs of tiles that ``join`` may join: next to or above a FULL one of the same rows or keys."""
     q0, q1, k0, k1, lo, hi = bounds
     above: dict[tuple[int, int, int], list[int]] = {}
     beside: dict[tuple[int, int, int], list[int]] = {}
@@ -242,7 +242,7 @@ def _touching(tiles: list[Tile], bounds: IntArray) -> Iterator[tuple[int, int]]:
 
 
 def _bounds(met: IntArray, passes_queries: bool) -> IntArray:
-    """Return the meetings' tile fields, one row each; loose bounds get one value, as in ``cut``."""
+    """Return tile fields of meetings, one row each, with loose bounds as in ``cut``."""
     i0, i1, j0, j1, lo, hi = met
     lo, hi = np.maximum(lo - i0 + j0, 1 - (j1 - j0)), np.minimum(hi - i0 + j0, i1 - i0 - 1)
     return np.stack((j0, j1, i0, i1, -hi, -lo) if passes_queries else (i0, i1, j0, j1, lo, hi))

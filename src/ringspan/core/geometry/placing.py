@@ -57,7 +57,6 @@ class Placing:
         level(self.some, self.cuts, self.lacking, self.slack, self.over)
 
     def _place_large(self, documents: IntArray, densities: list[float]) -> None:
-        """Place documents that are much of a rank's work, whole if the rest can balance the ranks."""
         # Balance is monotonic, so ever more are placed at a time, and fewer again after a failure.
         done, together = 0, 1
         while done < len(documents):
@@ -94,7 +93,7 @@ class Placing:
         return homes
 
     def _place(self, stretch: int, density: float) -> bool:
-        """Place a large document whole if the rest (returned) can balance the others, else over the fewest ranks."""
+        """Place a document whole if the rest (returned) can balance the others, else over the fewest ranks."""
         tokens, pairs = int(self.tokens[stretch]), int(self.some.pairs[stretch])
         excess = self.lacking - density * self.free
         fits = self.free >= tokens
@@ -149,7 +148,7 @@ class Placing:
         return self._missing(free, lacking)
 
     def _missing(self, free: IntArray, lacking: FloatArray) -> float:
-        """Return the work above the mean if later documents could be cut at will, least work per token first."""
+        """Return the work above the mean if later documents could be cut at will."""
         needed = np.where(free > 0, lacking / np.maximum(free, 1), np.where(lacking < 0, -np.inf, np.inf))
         order = np.argsort(needed, kind="stable")
         least = np.interp(free[order].cumsum(), self.least_tokens, self.least_pairs)
@@ -170,7 +169,6 @@ class Placing:
         self.missing = self._missing(self.free, self.lacking)
 
     def _place_small(self, documents: IntArray, density: float) -> None:
-        """Place each document on the rank with the largest excess and enough room, else in pieces."""
         excess = self.lacking - density * self.free
         # There are thousands of them, and Python reads one number at a time faster from a list than from an array.
         free, lacking = self.free.tolist(), self.lacking.tolist()
@@ -198,7 +196,6 @@ class Placing:
         self.lacking[:] = lacking
 
     def _fill(self, stretch: int) -> Cut:
-        """Place a document with little work, which fits nowhere, in runs on the ranks with the most room."""
         ranks = np.argsort(-self.free, kind="stable")
         filled = self.free[ranks].cumsum()
         tokens = int(self.tokens[stretch])
@@ -226,7 +223,7 @@ class Placing:
 
 
 def _split(tokens: int, shares: FloatArray, free: IntArray) -> IntArray:
-    """Split ``tokens`` in proportion to the shares into whole numbers, each at most what is free."""
+    """Split ``tokens`` in proportion to the shares, each at most what is free."""
     counts = np.zeros(len(shares), np.int64)
     left = tokens
     weights = np.where(shares > 0, shares, 1e-9 * max(1.0, float(shares.max(initial=0.0))))

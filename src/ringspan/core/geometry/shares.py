@@ -65,7 +65,7 @@ class Shares:
         self.length, self._left = min(self.length, length), 0
 
     def held(self, first: int = 0) -> CustomLayout:
-        """Return all positions from ``first`` on; an empty rank holds one of padding, as some models need a token."""
+        """Return positions from ``first`` on; an empty rank holds one of padding, as some models need a token."""
         held = (list(runs_from(runs, first)) for runs in self._runs)
         return CustomLayout.of((runs or [(self.length + rank, 1)] for rank, runs in enumerate(held)), self.length)
 

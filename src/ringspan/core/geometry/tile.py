@@ -79,7 +79,7 @@ class Tile(NamedTuple):  # not a data class, of which thousands take long to mak
         return Tile(self.q0 + rows, self.q1 + rows, self.k0 + keys, self.k1 + keys, self.lo, self.hi)
 
     def mirrored(self, num_rows: int, num_keys: int) -> "Tile":
-        """Return the tile with rows and columns of a ``num_rows x num_keys`` rectangle counted from their ends."""
+        """Return the tile with rows and columns counted from the rectangle's ends."""
         corner = self.num_rows - self.num_keys
         return Tile(
             num_rows - self.q1,

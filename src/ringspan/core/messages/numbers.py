@@ -11,7 +11,7 @@ LARGEST_INTEGER: Final = 1 << 60  # beyond every position; sums of a few such nu
 
 
 def integer(value: object, name: str, error: type[RingspanError], *, at_least: int | None = None) -> int:
-    """Convert any library's integer, or a float that is one, to int; raise the given error otherwise."""
+    """Convert any library's integer, or integral float, to int; raise the given error otherwise."""
     if type(value) is not int:
         value = _whole(value, name, error)
     if at_least is not None and value < at_least:

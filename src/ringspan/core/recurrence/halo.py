@@ -1,4 +1,4 @@
-"""Halos of a causal convolution of K taps: the K - 1 inputs before a span, in its document, and their owners."""
+"""Halos of a causal convolution of K taps: the K - 1 inputs before a span, in its document."""
 
 from bisect import bisect_right
 from collections.abc import Sequence

@@ -39,7 +39,6 @@ def scan_rounds(links: Links, *, chain_spans: int = CHAIN_SPANS) -> Rounds:
 
 
 def _runs(links: Links) -> Iterator[tuple[int, int]]:
-    """Yield the first and last span of each run that a state passes through."""
     first = 0
     for span in range(1, len(links.takes) + 1):
         takes = span < len(links.takes) and links.takes[span]

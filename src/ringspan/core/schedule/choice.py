@@ -39,9 +39,9 @@ class Choice:
 def choose_route(
     layout: Layout, mask: Mask, shape: Shape, speeds: Speeds, keys: Layout | None = None, *, comm_dtype: str = "exact"
 ) -> Choice:
-    """Return the route that the model finds quickest; of the two rings, fewer bytes unless one is clearly quicker.
+    """Return the route that the model finds quickest; of two rings, fewer bytes unless one is clearly quicker.
 
-    ``comm_dtype`` is that of keys and values in messages; anything but ``exact`` rules out the ring of queries.
+    ``comm_dtype`` is of keys and values in messages; any but ``exact`` rules out the ring of queries.
     """
     plain, keys = "ring", keys or layout
     if comm_dtype == "exact":
@@ -62,7 +62,7 @@ def choose_route(
 
 
 def cheaper_route(queries: Layout, keys: Layout, mask: Mask, shape: Shape) -> str:
-    """Return ``ring`` or ``pass-q``, whichever sends fewer bytes, for new tokens over a cache that stays."""
+    """Return ``ring`` or ``pass-q``, with fewer bytes for new tokens over a cache."""
     everyone = range(queries.ranks)
     return min(("ring", "pass-q"), key=lambda route: sent_bytes(queries, keys, mask, route, shape, everyone))
 

@@ -46,7 +46,7 @@ class Gathered:
 
 
 def gather(layout: Layout, keys: Layout, mask: Mask, rank: int, held: Iterable[tuple[int, Ranges]]) -> Gathered | None:
-    """Lay out what a rank holds of each owner; None for stripes, whose positions do not continue each other."""
+    """Lay out what a rank holds of each owner; None for stripes, whose positions do not continue."""
     found: list[tuple[Span, int, int]] = []
     for owner, ranges in held:
         stored = 0

@@ -64,7 +64,7 @@ def pieces(tiles: tuple[Tile, ...]) -> KernelLaunches:
 
 @lru_cache(_CACHED)
 def squares(tiles: tuple[Tile, ...]) -> KernelLaunches:
-    """Return a call for each FULL or square causal piece, or its mirror image; kernels differ on other corners."""
+    """Return a call for each FULL or square causal piece, or its mirror: kernels differ on other corners."""
     return tuple(KernelLaunch.of(square) for tile in tiles for piece in tile.split() for square in _square(piece))
 
 
@@ -136,7 +136,7 @@ def within_ranges(
     *packed: Ranges,
     passes_queries: bool = False,
 ) -> Iterator[KernelLaunch]:
-    """Yield the calls for a hop's tiles, each within one packed range of keys (of rows if blocks are queries)."""
+    """Yield a hop's calls, each within one packed range of keys (rows, of queries as blocks)."""
     groups: dict[tuple[int, ...], list[Tile]] = {}
     for tile in tiles:
         first = tile.q0 if passes_queries else tile.k0

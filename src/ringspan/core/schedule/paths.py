@@ -1,4 +1,4 @@
-"""Parts of every owner's block sent along a route, and the gradient's path, for all ranks at once. H hops."""
+"""Parts of every owner's block sent along a route, for all ranks at once. H hops."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -40,7 +40,7 @@ class Paths:
 
     @cached_property
     def gradients(self) -> tuple[IntArray, IntArray]:
-        """Return the parts of a block's gradient that a hop's rank holds, and gets from the rank before."""
+        """Return the parts of a block's gradient that a rank holds, and gets from the rank before."""
         # A gradient covers what its ranks have seen so far, so it grows on its way as the block shrinks. A rank that no
         # longer gets some rows of the block cannot add to theirs: they go to the owner from here (``Hop``).
         held, handed_on = self.needed.copy(), np.full_like(self.needed, self.nothing)
@@ -192,7 +192,6 @@ def part_of(half: IntArray, tokens: IntArray) -> tuple[IntArray, IntArray]:
 
 @lru_cache(maxsize=8)
 def _needed(layout: Layout, keys: Layout, mask: Mask, passes_queries: bool) -> _Needs:
-    """Return the parts of owners' keys (or queries) that visitors need, their pairs, and a mean meeting's pairs."""
     regions = mask.table(layout.length, keys.length)
     if passes_queries:
         layout, keys, regions = keys, layout, transposed(regions)
@@ -257,7 +256,7 @@ def _dtype(most: int) -> type[np.signedinteger[Any]]:
 
 
 def _num_pairs(met: IntArray) -> IntArray:
-    """Count each meeting's pairs, or a few more: as if each row saw a full band."""
+    """Count pairs, or a few more: as if each row saw a full band."""
     i0, i1, j0, j1, lo, hi = met
     return (i1 - i0) * np.minimum(j1 - j0, hi - lo + 1)
 

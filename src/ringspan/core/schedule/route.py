@@ -1,4 +1,4 @@
-"""Order of the ranks that blocks visit over H hops: a rank's own block at hop 0, then one sent by another rank."""
+"""Order of the ranks that blocks visit over H hops, from a rank's own block at hop 0 on."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -67,7 +67,7 @@ class Route:
 
     @property
     def backward(self) -> "Route":
-        """The backward pass's route: keys and values are sent, since each rank has its out and lse."""
+        """The backward pass's route: keys and values are sent, as each rank has its out and lse."""
         return replace(self, name="ring") if self.passes_queries else self
 
     def check_comm_dtype(self, comm_dtype: str) -> None:

@@ -1,4 +1,4 @@
-"""Time of one attention on a route, event by event, from FLOPs, bytes and order, without latency or congestion."""
+"""Time of one attention on a route from FLOPs, bytes and order, without latency or congestion."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -100,7 +100,7 @@ def passes(
 
 
 def _part(schedule: Schedule, shape: Shape, comm_dtype: str = "exact") -> Part:
-    """Return a rank's part: gathers follow each other, so that all but the first travel meanwhile."""
+    """Return a rank's part: all gathers but the first travel meanwhile."""
     groups = fewest_groups(shape.kv_heads, schedule.blocks) if schedule.gathered else 1
     return Part(schedule, shape, comm_dtype=comm_dtype, head_groups=groups)
 
@@ -128,7 +128,7 @@ def _slow_ranks(
 
 
 def _without_members(layout: Layout) -> Layout:
-    """Return a layout with a rank per group if that pads equally: groups of all sizes then share a schedule."""
+    """Return a layout with a rank per group if padding is equal: one schedule for all sizes."""
     plain = replace(layout, members=1)
     return plain if plain.padded_length == layout.padded_length else layout
 
@@ -136,7 +136,7 @@ def _without_members(layout: Layout) -> Layout:
 def trade(
     layout: Layout, keys: Layout, shape: Shape, members: int, speeds: Speeds, *, is_backward: bool = False
 ) -> tuple[Pass, Pass]:
-    """Return a Ulysses group's all-to-alls (heads and back) as rank 0 sees them, for all ranks' layouts."""
+    """Return a Ulysses group's all-to-alls (heads and back) as rank 0 sees them."""
     shares = member_heads(shape.heads, shape.kv_heads, members)
     is_shared = members > 1 and shares[0].keys == shares[1].keys
     there, back = _traded_bytes(layout, keys, shape.of(shares[0]), is_backward=is_backward, is_shared=is_shared)
@@ -178,7 +178,7 @@ def timeline(part: Part, speeds: Speeds, *, is_backward: bool = False) -> tuple[
 
 
 def _walk(part: Part, speeds: Speeds, *, is_backward: bool) -> Pass:
-    """Return the end of the last event: launches and each transfer's messages in turn, with the loop's waits."""
+    """Return the end of the last event, of launches, messages and the loop's waits."""
     pair = pair_flops(part.shape, is_backward=is_backward) / speeds.flops
     links = _Links(part.schedule.rank, speeds)
     now = 0.0
@@ -204,7 +204,7 @@ def _stretches(part: Part, speeds: Speeds, links: "_Links", *, is_backward: bool
 
 
 def pair_flops(shape: Shape, *, is_backward: bool) -> float:
-    """Return the FLOPs of one (query, key) pair over all heads: 2 per number of a head and matrix product."""
+    """Return the FLOPs of a (query, key) pair: 2 per number of a head and product."""
     products = BACKWARD_PRODUCTS if is_backward else FORWARD_PRODUCTS
     return products * shape.batch * shape.heads * (shape.head_dim + shape.value_dim)
 

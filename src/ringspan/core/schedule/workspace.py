@@ -47,7 +47,7 @@ class Shape:
 
 
 def fewest_groups(num_kv_heads: int, blocks: int) -> int:
-    """Return the fewest head groups such that ``blocks`` blocks of one weigh no more than two of all heads."""
+    """Return the fewest head groups with ``blocks`` blocks of one at most two of all heads."""
     divisors = (n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0)
     return next((n for n in divisors if blocks <= 2 * n), num_kv_heads)
 
@@ -111,7 +111,7 @@ class Returning:
 
 
 def merge_bytes(shape: Shape, rows: int, *, converts: bool = False) -> int:
-    """Count bytes of merging some rows' partial in plain PyTorch: two numbers per row, or one and a float32 copy."""
+    """Count bytes of merging a partial in plain PyTorch: two numbers a row, or one and a float32 copy."""
     row = shape.batch * shape.heads * shape.sum_itemsize
     return rows * (row + max(row, row * shape.value_dim if converts else 0))
 

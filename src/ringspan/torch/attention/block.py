@@ -83,7 +83,7 @@ class Block:
         return Block((), self.k[:, :, :0], self.v[:, :, :0])
 
     def pack(self, ranges: Ranges, make: Callable[[TensorSpec], Tensor] = TensorSpec.empty) -> "Block":
-        """Return the block cut to some ranges, in one buffer from ``make``, or the block itself if nothing is cut."""
+        """Return the block cut to some ranges, in one buffer from ``make``, or itself if nothing is cut."""
         if ranges == self.ranges and self.buffer is not None:
             return self
         spec = PackedSpec.of(ranges, self.k, self.v, scaled=self.scales is not None)
@@ -111,7 +111,7 @@ class Block:
 
 
 class RunningSum:
-    """Sum of row ranges of a (B, heads, n, size) tensor; a row's first value is written, not added to zeros."""
+    """Sum of row ranges of a (B, heads, n, size) tensor; a row's first value is written."""
 
     def __init__(self, into: Tensor) -> None:
         self._into = into

@@ -164,7 +164,6 @@ def merged(out: Tensor, lse: Tensor, sinks: Tensor | None, group: dist.ProcessGr
 
 
 def _alike(masks: tuple[Mask, ...]) -> dict[Mask, slice | Tensor]:
-    """Group the sequences by mask, neighbours as a slice."""
     rows: dict[Mask, list[int]] = {}
     for row, mask in enumerate(masks):
         rows.setdefault(mask, []).append(row)

@@ -35,7 +35,7 @@ class IndexInputs(NamedTuple):
 
 
 def ordered(scores: Tensor, columns: Tensor) -> Tensor:
-    """Return integers that order scores, and equal ones by descending column: the largest is chosen first."""
+    """Return integers in order of score, then descending column; the largest is chosen first."""
     bits = (scores + 0.0).view(torch.int32)  # -0.0 becomes 0.0, which it equals
     rising = torch.where(bits < 0, bits ^ _LAST, bits).to(torch.int64)
     return rising * (_LAST + 1) + _turned(columns)
@@ -78,7 +78,7 @@ def _best(index: IndexInputs, row: int, rows: slice, first: Tensor, stop: Tensor
 
 
 def _scores(q: Tensor, k: Tensor, weights: Tensor, scale: float) -> Tensor:
-    """Return scores (c, n), in tiles of keys: products of all heads would take H times their memory."""
+    """Return scores (c, n), in tiles of keys to save memory."""
     tokens, heads, size = q.shape
     scores = q.new_empty(tokens, len(k))
     for keys in _chunks(len(k), tokens * heads, _PRODUCTS_AT_ONCE, len(k)):

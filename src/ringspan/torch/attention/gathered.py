@@ -90,7 +90,6 @@ def backward(
 
 
 def _groups(ring: Ring, plan: Gathered, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[int, slice, slice, Keys]]:
-    """Yield the number, query heads, key/value heads and gathered keys of each group."""
     groups = [*ring.heads(q, k)]
     coming = _fetch(ring, 0, Block.whole(*(x[:, groups[0][2]] for x in (k, v))))
     for number, heads, kv_heads in groups:

@@ -27,7 +27,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def empty_like(x: Tensor, size: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Allocate a result like ``x``: in rows, for in-place kernels, and in x's dimension order if possible."""
+    """Allocate a result like ``x`` in rows, for in-place kernels, in x's dimension order if possible."""
     size = x.shape[-1] if size is None else size
     if size == x.shape[-1] and is_in_rows(x):
         return torch.empty_like(x, dtype=dtype)

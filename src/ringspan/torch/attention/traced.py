@@ -127,7 +127,6 @@ def _attentions(
     chunk: int | None,
     spec: str,
 ) -> Iterator[tuple[slice, str]]:
-    """Yield the sequences with equal masks, and the operator's arguments for them."""
     asked = AttentionSpec.parse(spec)
     group = op.group_of(asked.group)
     length = q.shape[2] * (1 if group is None else dist.get_world_size(group))

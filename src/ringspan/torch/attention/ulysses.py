@@ -24,8 +24,6 @@ _Pieces = tuple[Tensor, ...]
 
 
 class _Trade(NamedTuple):
-    """A tensor (B, heads, tokens, size), each member's heads of it, and the layout of its tokens."""
-
     tensor: Tensor
     heads: Sequence[slice]
     layout: Layout
@@ -59,7 +57,7 @@ class Ulysses:
     def backward(
         self, ring: Ring, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Run ``ring.backward`` on this member's heads, trading forward's inputs again rather than keeping them."""
+        """Run ``ring.backward`` on this member's heads, trading forward's inputs again."""
         queries = [self._queries(x) for x in (dout, q, out, lse.unsqueeze(-1))]
         dout_, q_, out_, lse_, k_, v_ = self._to_heads(*queries, self._keys(k), self._keys(v))
         is_shared = len({share.keys.start for share in self.shares}) < len(self.shares)
@@ -113,7 +111,7 @@ class Ulysses:
         }
 
     def _to_tokens(self, tensors: Sequence[Tensor], into: Sequence[_Trade]) -> None:
-        """Trade (B, my heads, U T, size) back for (B, heads, T, size); sum shared heads in the dtype of ``tensors``."""
+        """Trade (B, my heads, U T, size) back for (B, heads, T, size); sum shared heads."""
         both = [*zip(tensors, into, strict=True)]
         sends = {
             other: [_pieces(tensor, layout.places(other)) for tensor, (_, _, layout) in both]
@@ -152,7 +150,7 @@ def _spec(pieces: _Pieces) -> TensorSpec:
 
 
 def _unpacked(buffer: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
-    """Return the tensors in a buffer: the widest numbers come first, so that all are aligned."""
+    """Return the tensors in a buffer, aligned as the widest come first."""
     found: dict[int, Tensor] = {}
     start = 0
     for number in sorted(range(len(specs)), key=lambda number: -specs[number].dtype.itemsize):

@@ -47,7 +47,7 @@ class Call:
 
 @contextmanager
 def preparing(mesh: DeviceMesh, name: str, *, between_replicas: bool = True) -> Iterator[None]:
-    """Guard preparations and user code: others hear of an error at their next call, unless all raised or compute."""
+    """Guard preparations and user code: others hear of an error at their next call."""
     try:
         yield
     except Exception as error:  # whatever it is, the other ranks must not wait for this one
@@ -58,10 +58,7 @@ def preparing(mesh: DeviceMesh, name: str, *, between_replicas: bool = True) -> 
 
 @contextmanager
 def meeting(mesh: DeviceMesh, name: str, *, between_replicas: bool = True) -> Iterator[Call]:
-    """Prepare a call, then check that all ranks make the same; an error here is raised on all. See ``check_call``.
-
-    Once they have met, ``targets`` is the sum over all ranks.
-    """
+    """Prepare a call, then ``check_call``; an error here is raised on all."""
     call = Call(name)
     try:
         yield call
@@ -93,12 +90,11 @@ def check_call(mesh: DeviceMesh, call: Call, *, between_replicas: bool = True) -
 
 @torch.compiler.disable()
 def hear_all(mesh: DeviceMesh, call: Call, *, between_replicas: bool = True) -> list[Any]:
-    """Return each rank's ``said``, by rank (a single entry if all are equal), at the cost of ``check_call``."""
+    """Return each rank's ``said`` (one entry if all are equal), at the cost of ``check_call``."""
     return [one.call.said for one in _meet(mesh, call, between_replicas=between_replicas)[1]] or [call.said]
 
 
 def _meet(mesh: DeviceMesh, call: Call, *, between_replicas: bool) -> tuple[int, list["_Told"]]:
-    """Return the sum of targets and, if ranks differ, what each has told."""
     names, everywhere, in_ring = (_words(thing) for thing in (call.name, (call.alike, call.said), call.alike_in_ring))
     # The first number counts the ranks that have come, so sizes of meshes need not be known.
     mine = [1, int(call.error is None), call.targets, *_with_squares(names + everywhere + in_ring)]
@@ -140,7 +136,7 @@ def _with_squares(words: list[int]) -> list[int]:
 
 
 def _are_alike(ranks: int, sums: list[int]) -> bool:
-    """Return whether all ranks had equal words: only then is ``n sum(w^2) = sum(w)^2`` (Cauchy and Schwarz)."""
+    """Return whether all words are equal: only then ``n sum(w^2) = sum(w)^2`` (Cauchy and Schwarz)."""
     return all(ranks * squares == total * total for total, squares in zip(sums[::2], sums[1::2], strict=True))
 
 

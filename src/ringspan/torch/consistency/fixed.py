@@ -34,7 +34,7 @@ def known_parameters(model: RingModel) -> list[nn.Parameter]:
 
 
 def check_fixed(model: RingModel) -> None:
-    """Check in one walk that a model is as ``parallelize`` left it; UnsupportedError names the first change."""
+    """Raise UnsupportedError for the first change to a model since ``parallelize``, in one walk."""
     if model.loss_function is not model.ring_loss_function:
         raise UnsupportedError(
             f"the loss function of {class_name(model)} was changed, which a ring does not call; compute a loss of your "
@@ -87,7 +87,7 @@ def note_buffers(model: Any, layers: Iterable[nn.Module]) -> None:
 
 @contextmanager
 def keeping_buffers(model: RingModel) -> Iterator[None]:
-    """Raise UnsupportedError on all ranks for a layer that changes its buffers in training (batch norm)."""
+    """Raise UnsupportedError on all ranks if a layer changes its buffers in training (batch norm)."""
     if not (model.training and torch.is_grad_enabled()):
         yield
         return
@@ -108,7 +108,7 @@ def _buffers(model: RingModel) -> Iterator[tuple[str, Tensor]]:
 
 
 def _is_of_other_data(parameter: Any) -> bool:
-    """Return whether ``parameter.data`` was set since the first call, which a DTensor ignores; ``to_empty`` is fine."""
+    """Return whether ``parameter.data`` was set, which a DTensor ignores; ``to_empty`` is fine."""
     storage = parameter.untyped_storage()._cdata
     return vars(parameter).setdefault("ring_storage", storage) != storage
 
@@ -123,7 +123,7 @@ class Fixed:
         )
 
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """Refuse ``to``, ``half``, ``cuda``, ... if they change dtypes or devices, except off the meta device."""
+        """Refuse ``to``, ``half``, ``cuda``, ... that change dtypes or devices, except off the meta device."""
         for probe in _one_of_each(self):
             changed = fn(probe)
             if changed.dtype != probe.dtype:

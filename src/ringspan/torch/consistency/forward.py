@@ -30,7 +30,7 @@ _DIGESTS: Final = ("input_ids", "labels", "position_ids", "attention_mask", "ima
 
 @contextmanager
 def in_pass(model: RingModel, name: str) -> Iterator[None]:
-    """Guard a model's call; inference mode becomes no_grad, so that later steps can use its gathered weights."""
+    """Guard a model's call; inference mode becomes no_grad, for later steps with its weights."""
     with ExitStack() as modes:
         if torch.is_inference_mode_enabled():
             modes.enter_context(torch.inference_mode(False))
@@ -181,7 +181,6 @@ def _check_batch(
 def _check_layout(
     model: RingModel, positions: Tensor, digest: Tensor | None, split: BatchLayout, counted: Sequence[Tensor | None]
 ) -> None:
-    """Check that the batch was split by the model's layout, by its digest: positions in documents may fit two."""
     layout, name, rank = split.shared, model.ring_layout, model.ring_mesh["ring"].get_local_rank()
     rows = [len(split.rows) if lengths is None else len(lengths) for lengths in counted]
     expected = (positions_of(split, rank, *each) for each in zip(counted, rows, strict=True))
@@ -196,7 +195,7 @@ def _check_layout(
 
 
 def _check_skipped(token: int, input_ids: Tensor, is_real: Tensor) -> None:
-    """Raise for a pad token inside a text, which moves all later positions, on whatever ranks."""
+    """Raise for a pad token inside a text, which moves later positions on all ranks."""
     if bool(((input_ids == token) & is_real).any()):
         raise UnsupportedError(
             f"input_ids has the pad token {token} where no padding is marked: this model skips it when it counts "

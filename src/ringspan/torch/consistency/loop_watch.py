@@ -65,7 +65,6 @@ class LoopWatch:
         self._watchdog.be(self._num_passes, _OUTSIDE, _ANY_TIME)
 
     def _leave(self) -> None:
-        """Tell the watchdog that the process ends, by itself or by the exception just shown."""
         error = getattr(sys, "last_value", None)
         self._watchdog.__exit__(type(error), error, None)
 
@@ -117,7 +116,7 @@ def _say_who_is_missing(call: str) -> None:
 
 
 def watch_backward(loss: Tensor) -> Tensor:
-    """Return the loss; its backward is a call before FSDP's hooks, with a gradient that may be a ``DTensor``."""
+    """Return the loss, whose backward is a call before FSDP's hooks, also for ``DTensor`` gradients."""
     if loss.requires_grad:
         loss.register_hook(lambda gradient: gradient.full_tensor() if isinstance(gradient, DTensor) else None)
     if _watch is not None:

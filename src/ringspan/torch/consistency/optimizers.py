@@ -73,7 +73,7 @@ def _plain(value: object) -> Any:
 
 @torch.no_grad()
 def _find_owners(optimizer: Optimizer) -> WeakSet[nn.Module]:
-    """Return the models on a mesh that an optimizer updates; refuse gathered copies of shards, which it would lose."""
+    """Return the models that an optimizer updates; refuse gathered copies of shards, which it would lose."""
     theirs = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     owners: WeakSet[nn.Module] = WeakSet()
     _members[optimizer] = _describe(optimizer)

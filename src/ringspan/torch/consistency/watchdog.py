@@ -92,7 +92,7 @@ class _Link:
 
 
 class Watchdog:
-    """Watchdog over the other ranks; the main thread reports by ``step`` and ``doing``; ``end`` exits with a code."""
+    """Watchdog over the other ranks, told by ``step`` and ``doing``; ``end`` exits with a code."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class Watchdog:
         self._machine = _machine()
 
     def __enter__(self) -> "Watchdog":
-        """Connect to rank 0, all ranks together; ConfigError on each if it has no address to listen at."""
+        """Connect to rank 0; ConfigError on every rank if it has no address to listen at."""
         if not self._config.enabled or self._num_ranks == 1:
             return self
         self._meet()
@@ -164,7 +164,7 @@ class Watchdog:
         self._beats += 1
 
     def await_verdict(self) -> None:
-        """Wait briefly after a failed exchange for the verdict that names the culprit and ends this process."""
+        """Wait briefly after a failed exchange for the verdict that ends this process."""
         if self._thread is not None:
             leaving = self._leaving_seconds + 1.0
             time.sleep(max(_VERDICT_SECONDS, leaving if math.isfinite(leaving) else 0.0))
@@ -366,7 +366,7 @@ class Watchdog:
 
 
 def _machine() -> str:
-    """Return a name that two processes share if one can signal the other: boot id and pid namespace."""
+    """Return boot id and pid namespace, equal if processes can signal each other."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink("/proc/self/ns/pid")
     except OSError:

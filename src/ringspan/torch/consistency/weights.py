@@ -28,7 +28,7 @@ def describe_weights(model: nn.Module) -> dict[str, str]:
 
 
 def check_finite(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Raise ConfigError, on the mesh's first rank, for NaN and infinity in its weights, which all ranks are given."""
+    """Raise ConfigError, on the mesh's first rank, for NaN and infinity in its weights."""
     if dist.get_backend(mesh["ring"].get_group()) != "fake" and dist.get_rank() == int(mesh.mesh.min()):
         refuse_not_finite(part for name, weight in model.named_parameters() for part in plain_parts(name, weight))
         buffers = ((name, x) for name, x in model.named_buffers() if x.is_floating_point())
@@ -37,7 +37,7 @@ def check_finite(model: nn.Module, mesh: DeviceMesh) -> None:
 
 @torch.no_grad()
 def share_weights(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Copy the first rank's values in place where ranks differ (by their seeds); collective. Skips meta tensors."""
+    """Copy the first rank's values in place where ranks differ (by seeds); collective."""
     if mesh.size() == 1 or dist.get_backend(mesh["ring"].get_group()) == "fake":
         return
     digests = {name: digest_values(tensor) for name, tensor in _tensors(model) if not tensor.is_meta}

@@ -130,7 +130,7 @@ def shard_batch(
 
 
 def _flattened_lengths(batch: Mapping[str, Any], lengths: Tensor | None, *, has_positions: bool) -> Tensor | None:
-    """Return a flattened row's document lengths; raise if its collator's values contradict each other or the row."""
+    """Return a flattened row's document lengths; raise if its collator's values contradict each other."""
     given = [name for name in _FLATTENED if name in batch]
     if not given:
         return lengths
@@ -175,7 +175,7 @@ def _flattened_lengths(batch: Mapping[str, Any], lengths: Tensor | None, *, has_
 
 
 def targets_of(batch: Mapping[str, Tensor], real: Tensor | None) -> Tensor | None:
-    """Return each token's target (B, S), -100 for none; UnsupportedError for misshapen labels, or of padding."""
+    """Return each token's target (B, S), -100 for none; UnsupportedError if misshapen or of padding."""
     for name in ("labels", "shift_labels"):
         if name not in batch:
             continue
@@ -225,7 +225,7 @@ def document_positions(lengths: Tensor, length: int) -> Tensor:
 
 
 def _document_lengths(positions: Tensor, tokens: Tensor) -> Tensor | None:
-    """Return each sequence's document lengths from positions that restart at 0; None if each is one document."""
+    """Return document lengths from positions that restart at 0; None if each sequence is one."""
     if positions.ndim == 3:
         raise UnsupportedError(
             f"position_ids of shape {tuple(positions.shape)} have a time, a row and a column; leave them out, models "

@@ -153,8 +153,6 @@ def _is_cuda(x: Tensor) -> bool:
 
 
 class _Summed(torch.autograd.Function):
-    """Summed loss whose gradients are computed with it and scaled in backward."""
-
     @staticmethod
     def forward(
         ctx: Any,

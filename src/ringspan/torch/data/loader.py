@@ -105,8 +105,6 @@ def loader(
 
 
 class _Dealt(IterableDataset[Any]):
-    """Every R-th example of a stream, as long as all replicas get one."""
-
     def __init__(self, dataset: IterableDataset[Any], replicas: int, replica: int) -> None:
         self._dataset, self._replicas, self._replica = dataset, replicas, replica
 

@@ -109,7 +109,6 @@ class LossBlocks:
         return x.masked_fill(self.targets[rows] == IGNORED, 0)
 
     def _target(self, rows: slice) -> Tensor:
-        """Return a block's targets, relative to this rank's first vocabulary entry."""
         return self.targets[rows] - self.first
 
     def _zeros(self, wants: list[bool]) -> _Sums:
@@ -179,7 +178,6 @@ class LossBlocks:
         return highest, parts[0], parts[1], parts[2]
 
     def _logits(self, chunk: Tensor, columns: slice) -> Tensor:
-        """Compute a block's logits in the buffer, and the soft cap's slopes in a second one."""
         logits = _multiply(chunk, self._entries(columns).T, self._block(self.buffer, chunk, columns))
         if self.bias is not None:
             logits += self.bias[columns]
@@ -221,7 +219,7 @@ def slices(length: int, size: int) -> Iterator[slice]:
 
 
 def _local(target: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """Return each target's place in a vocabulary block, (n, 1), and whether it is in it, (n,)."""
+    """Return each target's place in a vocabulary block, (n, 1), and if it is there, (n,)."""
     here = (target >= columns.start) & (target < columns.stop)
     return (target - columns.start).clamp(0, columns.stop - columns.start - 1).unsqueeze(1), here
 
@@ -231,7 +229,7 @@ def _multiply(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
 
 
 def _add_product(out: Tensor, d_logits: Tensor, weight: Tensor, sums: Tensor | None, *, first: bool) -> None:
-    """Compute ``d_logits @ weight`` into ``out``, or add it to ``sums`` if it is one of several parts."""
+    """Compute ``d_logits @ weight`` into ``out``, or add it to ``sums``, one of several parts."""
     if sums is None:
         torch.mm(d_logits, weight, out=out)
     elif first:
@@ -243,7 +241,7 @@ def _add_product(out: Tensor, d_logits: Tensor, weight: Tensor, sums: Tensor | N
 
 
 def _add_outer(sums: Tensor, d_logits: Tensor, chunk: Tensor) -> None:
-    """Compute ``sums += d_logits.T @ chunk``, in parts if the product is less precise than the sums."""
+    """Compute ``sums += d_logits.T @ chunk``, in parts if the product is less precise."""
     if sums.dtype == chunk.dtype:
         sums.addmm_(d_logits.T, chunk)
         return

@@ -35,7 +35,7 @@ MEDIA: Final = frozenset(
 
 @dataclass(frozen=True, eq=False)
 class Media:
-    """Media of a whole batch with their text, the same on every rank of a ring, which moves its share to its device."""
+    """Media of a whole batch with their text, equal on a ring, which moves its shares to devices."""
 
     tokens: Tensor
     """Whole sequences (B, S), on the CPU."""

@@ -21,7 +21,7 @@ def marked_tokens(attention_mask: Tensor) -> Tensor:
 
 
 def real_tokens(batch: Mapping[str, Tensor]) -> Tensor | None:
-    """Return the tokens (B, S) that are not padding, None for no padding; UnsupportedError for masks with holes."""
+    """Return the tokens (B, S) that are not padding, None if all; UnsupportedError for holes."""
     mask, shape = batch.get("attention_mask"), tuple(batch["input_ids"].shape)
     if mask is None:
         return None

@@ -207,7 +207,7 @@ class RingGenerator(RingCausalLM):
 
 
 def refuse_states(model: RingModel) -> None:
-    """Raise UnsupportedError for a model without a cache, with ALiBi, or with states that no cache can hold."""
+    """Raise UnsupportedError for a model without a cache, with ALiBi, or with other states."""
     decoder, reason = decoder_on_ring(model), None
     if cache_name(decoder) is None:
         reason = "it keeps no cache, so that each token would need all of the text again"
@@ -225,7 +225,7 @@ def refuse_states(model: RingModel) -> None:
 
 
 def _for_readers() -> inspect.Signature:
-    """Return ``forward``'s named parameters and those it hands on: Trainer keeps the data columns found here."""
+    """Return ``forward``'s parameters and those it hands on: Trainer keeps these data columns."""
     *own, rest = inspect.signature(RingGenerator.forward).parameters.values()
     known = {parameter.name for parameter in (*own, rest)}
     handed_on = (each for each in inspect.signature(RingCausalLM.forward).parameters.values() if each.name not in known)

@@ -86,7 +86,7 @@ def agreed_options(
 
 
 def _complete(model: RingModel, arguments: dict[str, Any]) -> None:
-    """Fill in defaults as transformers does; use a given cache whatever a config says, unless the call refuses one."""
+    """Fill in transformers' defaults; use a given cache unless the call refuses one."""
     given, has_cache = arguments.get("generation_config"), arguments.get(OURS) is not None
     if has_cache and arguments.get("use_cache", getattr(given, "use_cache", None)) is False:
         raise UnsupportedError("use_cache=False with past_key_values, which generate would add to; leave one out")
@@ -146,7 +146,7 @@ def _refuse_options(model: RingModel, config: GenerationConfig, arguments: dict[
 
 
 def _keep_images(model: RingModel, arguments: dict[str, Any], inputs: Tensor) -> None:
-    """Replace pixels by the images of uncached tokens: transformers would repeat pixels row by row for beams."""
+    """Replace pixels by uncached tokens' images: transformers would repeat pixels row by row for beams."""
     if model.ring_media is None or model.ring_is_generating:
         return
     if any(isinstance(arguments.get(name), Media) for name in MEDIA):  # by an earlier call, of this one's
@@ -172,7 +172,7 @@ def _num_new_tokens(config: GenerationConfig, arguments: dict[str, Any], prompt:
 
 
 def _check_continues(cache: RingCache, ids: Tensor, mask: Tensor | None) -> None:
-    """Raise UnsupportedError for a text that does not continue the cache, whose beginning transformers would ignore."""
+    """Raise UnsupportedError for a text that does not continue the cache, where transformers would not."""
     # A mask longer than the text covers the cached tokens: the text is then the continuation.
     length = cache.shares.length
     if not length:
@@ -201,7 +201,7 @@ def _check_continues(cache: RingCache, ids: Tensor, mask: Tensor | None) -> None
 
 
 def _check_padding(config: GenerationConfig, arguments: dict[str, Any], ids: Tensor) -> None:
-    """Raise UnsupportedError for an unmasked text that transformers would take as padded: image positions ignore it."""
+    """Raise UnsupportedError for an unmasked text that transformers would take as padded."""
     padding, ends = (_asked(config, arguments, f"{name}_token_id") for name in ("pad", "eos"))
     ends = ends if isinstance(ends, list) else [ends]
     if isinstance(padding, int) and padding not in ends and bool((ids == padding).any()):
@@ -221,7 +221,7 @@ def cache_bytes(model: RingModel, arguments: dict[str, Any]) -> int:
 
 
 def _text(value: Any) -> str:
-    """Return text that is the same on all ranks given the same value; of objects, such as processors, their classes."""
+    """Return text that is equal on all ranks for equal values; of objects, their classes."""
     if not isinstance(value, str) and " at 0x" in str(value):
         value = [type(each).__name__ for each in value]
     return str(value)

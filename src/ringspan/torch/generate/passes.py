@@ -1,4 +1,4 @@
-"""Forward pass over a ring's cache: n new tokens (B, n) in, logits (B, n, V) of the last ones out, on every rank."""
+"""Forward pass over a ring's cache: tokens (B, n) in, last logits (B, n, V) out, on every rank."""
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
@@ -93,7 +93,6 @@ def agreed_pass(
 
 
 def _media(model: RingModel, asked: CachePass, given: dict[str, Any]) -> Media | None:
-    """Take the images of new tokens from the given arguments; None without any, whatever the token types."""
     if model.ring_media is None:
         return None
     inputs = {name: value for name in MEDIA if (value := given.pop(name, None)) is not None}
@@ -157,7 +156,7 @@ def _check_pass(model: RingModel, asked: CachePass) -> None:
 
 
 def over_cache(model: Any, asked: CachePass) -> CausalLMOutputWithPast:
-    """Run new tokens (B, n) over a cache and extend it: logits of the last ``logits_to_keep``, all when 0."""
+    """Run tokens (B, n) over a cache and extend it: logits of the last ``logits_to_keep``, all when 0."""
     input_ids, attention_mask, position_ids, cache, use_cache, logits_to_keep, media = asked
     if cache is None:  # a processor asks, while the model generates
         cache = model.new_cache()
@@ -197,7 +196,6 @@ def over_cache(model: Any, asked: CachePass) -> CausalLMOutputWithPast:
 
 
 def _parts(count: int, chunk: int, blocks: Sequence[Blocks] | None) -> Iterator[slice]:
-    """Yield pieces of at least a chunk of new tokens, without cutting a block."""
     first = 0
     while first < count:
         stop = min(first + chunk, count)
@@ -217,7 +215,6 @@ def _turn(
     wanted: int,
     images: PromptImages | None,
 ) -> Tensor:
-    """Run the decoder on a part of new tokens (B, n): hidden states of its last ``wanted``, on every rank."""
     ring, decoder = model.ring_mesh["ring"], decoder_on_ring(model)
     start, count, columns = cache.shares.length, part.stop - part.start, torch.arange(part.start, part.stop)
     splits = is_split(count, cache.shares.ranks)
@@ -252,7 +249,6 @@ def _turn(
 
 
 def _blocks_in(part: slice, start: int, images: PromptImages | None) -> list[Blocks] | None:
-    """Return each sequence's blocks in a part whose first token is at ``start``."""
     if images is None or images.blocks is None:
         return None
     shift = start - part.start

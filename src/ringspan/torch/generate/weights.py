@@ -63,7 +63,6 @@ def gathered_bytes(model: RingModel) -> int:
 
 
 def _numbers_on_ring(parameter: DTensor) -> int:
-    """Return a ring's part of a weight that may be split by heads too."""
     count, mesh = parameter.numel(), parameter.device_mesh
     for axis, placement in zip(mesh.mesh_dim_names or (), parameter.placements, strict=True):
         if axis == "tp" and not placement.is_replicate():

@@ -38,7 +38,7 @@ def check_compile(decoder: nn.Module, config: StepConfig, *, is_stateful: bool) 
 def compile_layers(
     decoder: nn.Module, layers: Sequence[nn.Module], kinds: Sequence[LayerKind], backend: bool | str
 ) -> None:
-    """Compile each layer's forward at its first run, except over a cache. FSDP comes first: its hooks stay outside."""
+    """Compile each layer's forward at its first run, except over a cache, after FSDP: its hooks stay outside."""
     for module in decoder.modules():
         number = getattr(module, "layer_idx", None)
         if isinstance(number, int) and number < len(kinds):
@@ -51,7 +51,7 @@ def compile_layers(
 
 
 def _checkpointed(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a layer, checkpointed in training. As an argument, the layer is compiled by its type, not its identity."""
+    """Run a layer, checkpointed in training; as an argument it is compiled by its type."""
     plain = type(layer).forward
     if layer.ring_is_checkpointed and layer.training:
         return layer._gradient_checkpointing_func(partial(plain, layer, **kwargs), *args)

@@ -142,7 +142,7 @@ def layers_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _listed_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers of a model without checkpointing (GPT-1): the module list as long as its config's layers."""
+    """Return a model's layers without checkpointing (GPT-1): the list as long as its config says."""
     config: Any = getattr(model, "config", None)
     count = getattr(config, "num_hidden_layers", None)
     for path, module in model.named_modules():
@@ -152,7 +152,7 @@ def _listed_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Return the submodel from tokens to hidden states, the text's in a multimodal model; the model itself if none."""
+    """Return the submodel from tokens to hidden states, of a multimodal model the text's; else the model."""
     inner_models = [child for child in model.children() if isinstance(child, PreTrainedModel)]
     inner = inner_models[0] if inner_models else model
     nested: Any = inner if inner is model else inner.get_decoder()
@@ -162,7 +162,7 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def inner_of(model: PreTrainedModel) -> Any:
-    """Return the model below the head, with towers and decoder; the model itself if it has them directly."""
+    """Return the model below the head, with towers and decoder; the model itself if it has them."""
     below = [child for child in model.children() if isinstance(child, PreTrainedModel)]
     return below[0] if len(below) == 1 else model
 

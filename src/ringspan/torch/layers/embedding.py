@@ -56,8 +56,6 @@ def embedding_gradient(gradient: Tensor, tokens: Tensor, num_embeddings: int, pa
 
 
 class _Summed(nn.Module):
-    """Mixin that ``sum_embedding_gradients`` adds to an embedding's class, which may also scale (Gemma)."""
-
     def forward(self, *args: Any, **kwargs: object) -> Tensor:
         with _Lookups():
             return super().forward(*args, **kwargs)

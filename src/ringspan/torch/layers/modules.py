@@ -27,7 +27,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return all of a tensor that ranks share, on each of them together; any other tensor itself."""
+    """Return all of a tensor that ranks share, gathered together; any other itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -57,7 +57,7 @@ class Mixin:
 
 
 def own_config(model: PreTrainedModel) -> None:
-    """Give a model and its modules a copy of its config, so that changes do not reach other models made from it."""
+    """Give a model and its modules a copy of its config, so that other models' do not change."""
     copies: dict[int, Any] = {}
     copy.deepcopy(model.config, copies)
     for module in model.modules():

@@ -29,7 +29,7 @@ def numbers_itself(decoder: PreTrainedModel) -> nn.Module | None:
 
 
 def number_tokens(decoder: PreTrainedModel) -> None:
-    """Make a decoder use global positions, in place, offset by the rows its table has before tokens (RoBERTa)."""
+    """Make a decoder use global positions, in place, after the rows before tokens (RoBERTa)."""
     table: Any
     if not takes_positions(decoder) and (table := numbers_itself(decoder)) is not None:
         mix_in(table, _Told)
@@ -44,7 +44,7 @@ def number_tokens(decoder: PreTrainedModel) -> None:
 
 
 def counts_real_tokens(decoder: nn.Module) -> bool:
-    """Return True if a decoder counts positions from the first real token (OPT by mask, RoBERTa by pad token)."""
+    """Return True if positions count from the first real token (OPT by mask, RoBERTa by pad token)."""
     code = inspect.unwrap(forward_of(decoder)).__code__
     return "cumsum" in code.co_names or skipped_token(decoder) is not None
 
@@ -78,8 +78,6 @@ def told(decoder: nn.Module, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 class _Told(Mixin):
-    """Mixin that ``number_tokens`` adds to an embedding whose decoder takes no positions."""
-
     ring_positions: Tensor | None = None
 
     def forward(self: Any, first: object, *args: Any, **kwargs: object) -> Tensor:

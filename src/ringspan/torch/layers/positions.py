@@ -48,7 +48,7 @@ def num_trained_positions(config: PreTrainedConfig) -> int | None:
 
 
 def check_text(model: RingModel, prompt: int, new: int, *, says: bool) -> None:
-    """Check that a model has positions for ``prompt`` and ``new`` tokens; log once, if ``says``, beyond training."""
+    """Check that a model has positions for ``prompt`` and ``new`` tokens; log once, if ``says``."""
     decoder = decoder_on_ring(model)
     limit = num_learned_positions(decoder)
     if limit is not None and prompt + new > limit:
@@ -72,7 +72,7 @@ def check_text(model: RingModel, prompt: int, new: int, *, says: bool) -> None:
 
 
 def note_length(model: RingModel, length: int, *, says: bool) -> None:
-    """Store the length a rotary model is trained on, for ``as_trained``; log once, if ``says``, that it is longer."""
+    """Store the trained length for ``as_trained``; log once, if ``says``, that it is longer."""
     config = text_config(model.config)
     made_for = num_trained_positions(config)
     if made_for is None or length <= made_for:
@@ -98,7 +98,7 @@ def note_length(model: RingModel, length: int, *, says: bool) -> None:
 
 @contextmanager
 def as_trained(model: RingModel) -> Iterator[None]:
-    """Set the trained length in the config while saving only, so that computation never depends on it."""
+    """Set the trained length in the config while saving only: computation never depends on it."""
     config, length = text_config(model.config), getattr(model, "ring_trained_length", None)
     before = getattr(config, "max_position_embeddings", None)
     if length is not None:
@@ -129,7 +129,7 @@ def refuse_rope_by_length(name: str, config: PreTrainedConfig, why: str) -> None
 
 
 def rotates(config: PreTrainedConfig) -> bool:
-    """Return True if a text model's positions are rotary and its frequencies fixed, so that only distances matter."""
+    """Return True if positions are rotary with fixed frequencies, so that only distances matter."""
     return (bool(_rope_tables(config)[0]) or hasattr(config, "rotary_dim")) and not rotates_by_length(config)
 
 

@@ -57,7 +57,7 @@ class RouterLoss(NamedTuple):
 
 
 def find_router_loss(view: ModelView) -> RouterLoss | None:
-    """Return the auxiliary loss of the model's own forward pass, compared on made-up scores; None if different."""
+    """Return the auxiliary loss of the model's own forward, compared on made-up scores, else None."""
     model = view.model
     coefficient = next((name for name in _COEFFICIENTS if hasattr(model, name)), None)
     experts, chosen = (getattr(model, name, None) for name in ("num_experts", "num_experts_per_tok"))
@@ -75,13 +75,13 @@ def no_router_loss(name: str) -> UnsupportedError:
 
 
 def refuse_router_loss(view: ModelView) -> None:
-    """Raise UnsupportedError for a config that asks for the loss of routers in a model without a loss of its own."""
+    """Raise UnsupportedError for a config that asks for routers' loss in a model without loss."""
     if getattr(view.decoder.config, "output_router_logits", False):
         raise UnsupportedError(f"{view.name}: output_router_logits=True has no loss to be added to; set it to False")
 
 
 def wanted_router(model: RingModel, asked: bool | None) -> RouterLoss | None:
-    """Return the auxiliary loss if the caller, or with None the config, asks for it; UnsupportedError without one."""
+    """Return the auxiliary loss if the caller, else the config, asks for it; UnsupportedError without."""
     if not (getattr(text_config(model.config), "output_router_logits", False) if asked is None else asked):
         return None
     if model.ring_router is None:

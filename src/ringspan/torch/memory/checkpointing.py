@@ -76,7 +76,7 @@ def choose_checkpoint(
 
 
 def check_checkpointing(model: PreTrainedModel, policy: str, offload: str, layers_per_checkpoint: int) -> None:
-    """Raise ConfigError for an unknown policy, a model without checkpointing, or nothing to offload or to segment."""
+    """Raise ConfigError for an unknown policy, no checkpointing, or nothing to offload or to segment."""
     if offload_name(offload) != "none" and checkpoint_name(policy) == "none":
         raise ConfigError(f"offload={offload!r} moves what checkpointing keeps; use checkpoint='attention' or 'full'")
     check_segments(checkpoint_name(policy), layers_per_checkpoint)

@@ -48,7 +48,7 @@ def take_back(optimizer: Any) -> None:
 
 
 def own_state(optimizer: Any) -> dict[str, Tensor]:
-    """Return a rank's own state to save, by place of the parameter: packed by blocks of its shard. Others have none."""
+    """Return a rank's own state to save, by place of the parameter: packed by blocks of its shard."""
     if not is_local(optimizer):
         return {}
     states = [optimizer.state.get(p) or {} for group in optimizer.param_groups for p in group["params"]]

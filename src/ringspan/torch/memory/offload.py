@@ -48,8 +48,6 @@ class Store:
 
 
 class _Parked:
-    """A stored tensor, which prefetches a few that were stored before it."""
-
     def __init__(self, tensor: Tensor, before: "_Parked | None", folder: str | None) -> None:
         self._before = None if before is None else weakref.ref(before)
         self._wanted = True

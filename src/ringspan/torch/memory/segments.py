@@ -106,8 +106,6 @@ class _Call:
 
 
 class _Segment:
-    """A segment of one forward pass: its layers, first input and, in backward, the other inputs."""
-
     def __init__(self, store: Store) -> None:
         self.calls: list[_Call] = []
         self._store = store
@@ -145,7 +143,7 @@ class _Segment:
 
 @contextmanager
 def _gathered(layer: nn.Module, coming: nn.Module | None, *, stays: bool) -> Iterator[None]:
-    """Gather a layer's parameters while active, prefetch the next one's, and keep them for backward if it ``stays``."""
+    """Gather a layer's parameters while active, prefetch the next one's; keep them if it ``stays``."""
     if isinstance(layer, FSDPModule):
         layer.unshard()
         # Gathered while this layer computes, as FSDP does in an ordinary forward pass.

@@ -127,7 +127,7 @@ def _state_of(module: FSDPModule) -> Any:
 
 @torch.compiler.disable()
 def recover(model: FSDPModule) -> None:
-    """Return weights to their shards after an exception and drop pending gradients, for a clean next pass."""
+    """Return weights to their shards and drop pending gradients, for a clean pass after an exception."""
     for group in _groups_of(model):
         for parameter in group.fsdp_params:
             if hasattr(parameter, "_unsharded_param"):  # whose gradient nobody has summed over the ranks yet
@@ -191,7 +191,7 @@ def unseen_parameters(model: Any) -> list[str]:
 
 @torch.compiler.disable()
 def renew_types(model: FSDPModule) -> None:
-    """Renew FSDP's dtypes for parameters without gradients in the first pass, after which it never looks again."""
+    """Renew FSDP's dtypes for parameters without gradients in the first pass, when it last looks."""
     # It would otherwise sum their gradients in the dtype of the computation.
     for group in _groups_of(model):
         if group._orig_dtype is None and any(p.sharded_param.requires_grad for p in group.fsdp_params):
@@ -199,7 +199,6 @@ def renew_types(model: FSDPModule) -> None:
 
 
 def _groups_of(model: Any) -> list[Any]:
-    """Yield FSDP's parameter groups: each layer's, and those around the layers."""
     states = _state_of(model)._state_ctx.all_states
     if not states:  # before the first pass, which makes them one context
         states = [_state_of(module) for module in model.modules() if isinstance(module, FSDPModule)]

@@ -18,7 +18,7 @@ class SharedBlock(NamedTuple):
 
 
 def find_shared_blocks(model: nn.Module) -> list[SharedBlock]:
-    """Return the blocks that layers share with earlier ones; UnsupportedError for a weight shared without its block."""
+    """Return blocks that layers share with earlier ones; UnsupportedError for a lone shared weight."""
     owners: dict[int, str] = {}
     found: list[SharedBlock] = []
     layers = layers_of(model)
@@ -40,7 +40,7 @@ def find_shared_blocks(model: nn.Module) -> list[SharedBlock]:
 
 
 def join_shared_blocks(model: nn.Module) -> list[nn.Module]:
-    """Put the first of equal blocks into all their layers, in place; return these blocks, each once."""
+    """Put the first of equal blocks into all their layers, in place; return each once."""
     blocks: dict[int, nn.Module] = {}
     for block in find_shared_blocks(model):
         model.get_submodule(block.layer).set_submodule(block.place, block.first)

@@ -58,7 +58,7 @@ def base_of(model: Any) -> Any:
 
 
 def adapter_facts(model: Any) -> dict[str, str]:
-    """Return the adapters' numbers and switches, which all ranks must share and weights do not show."""
+    """Return the adapters' numbers and switches, which weights do not show."""
     configs = model.peft_config if is_peft(model) else {}
     return {
         f"{option} of the adapter {name!r}": str(deciding_fields(value) if isinstance(value, dict) else value)
@@ -119,7 +119,7 @@ class _RingPeft(_Frozen):
 
 
 def adapter_weights(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the weights that PEFT's ``save_pretrained`` writes: whole on rank 0, none on others; all ranks call it."""
+    """Return the weights that PEFT's ``save_pretrained`` writes, whole on rank 0; all ranks call it."""
     return whole_weights(model, lambda sharded: _names_that_peft_saves(model, sharded, given))
 
 

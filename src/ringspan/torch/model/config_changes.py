@@ -30,7 +30,7 @@ _ABSENT: Final = {"attention_dropout": 0.0, "is_causal": True, "sliding_window":
 
 
 def deciding_fields(config: Any) -> dict[str, Any]:
-    """Return the fields that decide numbers, of a config (or dict) and those inside, as JSON values."""
+    """Return a config's (or dict's) fields that decide numbers, as JSON values."""
 
     def kept(value: object) -> Any:
         if isinstance(value, dict):
@@ -61,7 +61,7 @@ def check_configs(copies: Iterable[ConfigCopy]) -> None:
 
 
 def _fields(value: object) -> Any:
-    """Copy all config fields into dicts and lists, since ``==`` of configs fails if layers differ (Gemma 4)."""
+    """Copy all config fields into dicts and lists: ``==`` of configs fails if layers differ (Gemma 4)."""
     if isinstance(value, PreTrainedConfig):
         value = vars(value)
     if isinstance(value, dict):

@@ -108,7 +108,7 @@ def voted(model: RingModel, what: str, work: Callable[[], Any]) -> None:
 
 
 def whole_weights(model: RingModel, choose: Callable[[dict[str, Any]], list[str]] | None = None) -> dict[str, Any]:
-    """Return all weights, or those rank 0 chooses of the sharded ones, in host memory on rank 0; none on others."""
+    """Return all weights, or those rank 0 chooses, in host memory on rank 0; none on others."""
     check_call(model.ring_mesh, Call("saving the model", optimizer_facts(model)))
     with _unadvised():
         if choose is None:

@@ -30,7 +30,7 @@ DEQUANTISE: Final = (
 
 
 def refuse_weights(model: PreTrainedModel) -> None:
-    """Raise UnsupportedError for weights that FSDP2 cannot shard, or that a step changes by one rank's data."""
+    """Raise UnsupportedError for weights that FSDP2 cannot shard, or steps by one rank's data."""
     name = type(model).__name__
     if "forward" in vars(model):
         raise UnsupportedError(f"{name} has a forward that was set on it, which would not be called; del model.forward")
@@ -94,7 +94,7 @@ def _refuse_module(name: str, path: str, module: nn.Module) -> None:
 
 
 def _refuse_bitsandbytes(name: str, path: str, module: Any) -> None:
-    """Refuse a projection of bitsandbytes that is not packed yet, or chooses columns by all tokens."""
+    """Refuse a projection that is not packed yet, or chooses columns by all tokens."""
     state, weight = getattr(module, "state", None), module.weight
     if state is not None and state.threshold > 0:
         raise UnsupportedError(
@@ -115,7 +115,6 @@ def _refuse_bitsandbytes(name: str, path: str, module: Any) -> None:
 
 
 def _refuse_packed(name: str, path: str, weight: Any) -> None:
-    """Refuse packed weights that would train, or have non-plain parts."""
     kind = type(weight).__name__
     if weight.requires_grad:
         raise UnsupportedError(
@@ -142,7 +141,6 @@ def refuse_cast(model: PreTrainedModel, compute_dtype: torch.dtype | None) -> No
 
 
 def _refuse_mixing(name: str, model: nn.Module) -> None:
-    """Refuse projections whose activation quantisation depends on all tokens."""
     tried: set[Any] = set()
     for path, module, _, weight in packed_weights(model):
         if not hasattr(weight, "__tensor_flatten__"):  # bitsandbytes': see _refuse_bitsandbytes
@@ -160,7 +158,7 @@ def _refuse_mixing(name: str, model: nn.Module) -> None:
 
 
 def _refuse_shared_memory(name: str, model: nn.Module) -> None:
-    """Refuse two parameters over the same memory, which would part; one parameter in two places stays one."""
+    """Refuse two parameters over the same memory, which would part; one in two places stays one."""
     ranges: dict[int, list[tuple[int, int, str]]] = {}
     parameters = (part for path, weight in model.named_parameters() for part in plain_parts(path, weight))
     for path, parameter in parameters:

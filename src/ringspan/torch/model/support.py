@@ -87,7 +87,6 @@ def refuse_unsupported_decoder(view: ModelView) -> None:
 
 @torch.no_grad()
 def _refuse_own_tower(name: str, decoder: PreTrainedModel) -> None:
-    """Raise UnsupportedError if a decoder with its own tower (Idefics) does not run on text."""
     if not decoder.config.sub_configs:
         return
     with filled(decoder, zeros=True):
@@ -145,7 +144,7 @@ def refuse_config(config: PreTrainedConfig) -> None:
 
 
 def refuse_route(config: PreTrainedConfig, ranks: int, route: str, comm_dtype: str, tp: int = 1) -> None:
-    """Raise UnsupportedError if a route or dtype is unknown, or misfits the ring and each ``tp`` rank's heads."""
+    """Raise UnsupportedError if a route or dtype is unknown, or misfits ring and heads."""
     check_comm_dtype(comm_dtype, "exact")
     if route == "auto":
         return
@@ -156,7 +155,7 @@ def refuse_route(config: PreTrainedConfig, ranks: int, route: str, comm_dtype: s
 
 
 def refuse_kernel(decoder: PreTrainedModel, kernel: str, compute_dtype: torch.dtype | None, ring: DeviceMesh) -> None:
-    """Raise if a kernel is unknown or cannot serve the model on the ring's devices, wherever the model is now."""
+    """Raise if a kernel is unknown or cannot serve the model on the ring's devices."""
     kernel_name(kernel)
     config, dtype = decoder.config, compute_dtype or next(decoder.parameters()).dtype
     if not head_sizes(config):  # there is no attention
@@ -177,7 +176,7 @@ def say_shifted(model: PreTrainedModel) -> None:
 
 
 def _find_head(view: ModelView, plain: nn.Module) -> FoundHead:
-    """Return a model's head, found by running forward on made-up hidden states; raise for other logits or losses."""
+    """Return a model's head, run on made-up hidden states; raise for other logits or losses."""
     model, names = view.model, _behind_decoder(view, plain)
     wrong = ""
     for parts in ((), names) if names else ((),):
@@ -202,7 +201,6 @@ def _find_head(view: ModelView, plain: nn.Module) -> FoundHead:
 
 
 def _behind_decoder(view: ModelView, head: nn.Module) -> tuple[str, ...]:
-    """Return the modules next to the decoder if the last one is or has the head and is more than it."""
     beside = [(name, part) for name, part in view.model.named_children() if view.decoder not in part.modules()]
     if not beside or head not in beside[-1][1].modules() or (beside[-1][1] is head and len(beside) == 1):
         return ()
@@ -210,7 +208,7 @@ def _behind_decoder(view: ModelView, head: nn.Module) -> tuple[str, ...]:
 
 
 def _try_head(view: ModelView, head: Any) -> FoundHead | str:
-    """Return how a model makes logits of its head's output, or why they differ; raise if only the loss differs."""
+    """Return how logits follow from the head, or why they differ; raise if only the loss does."""
     like = next(head.parameters())
     hidden = torch.randn(1, 3, input_size(head), generator=torch.Generator().manual_seed(0)).to(like)
     kind, model = view.name, view.model
@@ -245,7 +243,7 @@ def _try_head(view: ModelView, head: Any) -> FoundHead | str:
 
 
 def _ways(head: Any, hidden: Tensor, config: PreTrainedConfig) -> list[tuple[FoundHead, Tensor]]:
-    """Return logits by the config, or only by the head: Aya Vision and Granite Speech ignore their text config."""
+    """Return logits by the config, or only the head: Aya Vision and Granite Speech ignore their config."""
     said, plain = FoundHead(scale=logit_scale(config), softcap=logit_softcap(config)), FoundHead()
     made = head(hidden)
     before = head(hidden * said.scale)  # the factor comes before the head (Inkling)
@@ -253,7 +251,7 @@ def _ways(head: Any, hidden: Tensor, config: PreTrainedConfig) -> list[tuple[Fou
 
 
 def is_same(logits: Tensor, expected: Tensor) -> bool:
-    """Return True if logits are equal up to rounding: a factor may come before the head, or as a division."""
+    """Return True if logits are equal up to rounding, of a factor before the head or a division."""
     rounding = 2 * torch.finfo(expected.dtype).eps * expected.abs().max()
     return logits.shape == expected.shape and bool(((logits - expected).abs() <= rounding).all())
 

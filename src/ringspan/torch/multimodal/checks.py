@@ -15,7 +15,7 @@ from ringspan.torch.runtime.mesh import tensor_axis
 
 
 def check_media(model: RingModel, media: Media | None, tokens: Tensor, lengths: Tensor | None) -> None:
-    """Raise UnsupportedError, by name and example, if a model cannot process a batch's images or placeholder tokens."""
+    """Raise UnsupportedError, by name and example, for images or placeholders that a model cannot take."""
     # ``media`` and ``lengths`` (of documents) are the whole batch's, ``tokens`` (B, T) the local ones.
     kind: Kind | None = model.ring_media
     if kind is None:
@@ -57,7 +57,6 @@ def check_media(model: RingModel, media: Media | None, tokens: Tensor, lengths: 
 
 
 def _find_positions(model: RingModel, kind: Kind, media: Media, lengths: Tensor | None) -> None:
-    """Store the tokens' positions in space and time; raise UnsupportedError if the model finds none."""
     try:
         media.found["positions"] = grid_positions(model, kind, media, lengths)
     except (RuntimeError, ValueError, IndexError, StopIteration) as error:
@@ -68,7 +67,6 @@ def _find_positions(model: RingModel, kind: Kind, media: Media, lengths: Tensor 
 
 
 def _check_prefix(model: RingModel, kind: Kind, media: Media, lengths: Tensor | None) -> None:
-    """Raise UnsupportedError for blocks that are not regions of the model's mask."""
     window = getattr(text_config(model.config), "sliding_window", None)
     for example, blocks in enumerate(blocks_of(kind, media, lengths) or ()):
         documents = 1 if lengths is None else int((lengths[example] > 0).sum())
@@ -86,7 +84,6 @@ def _check_prefix(model: RingModel, kind: Kind, media: Media, lengths: Tensor | 
 
 
 def _lonely_tokens(model: RingModel, modality: Modality, counts: Tensor) -> UnsupportedError:
-    """Return the error for placeholder tokens without embeddings; ``counts`` of each example."""
     return UnsupportedError(
         f"example {int(counts.nonzero()[0, 0])} of the batch has tokens for {modality.name}s (id "
         f"{placeholder(model, modality)}), and no {modality.cut.pixels} came with it; give rs.shard_batch what the "
@@ -121,7 +118,7 @@ def _check_modality(model: RingModel, modality: Modality, media: Media) -> None:
 
 
 def check_counts(modality: Modality, made: Sequence[int], wanted: Sequence[int]) -> None:
-    """Raise UnsupportedError if the embeddings of each unit, in order, do not match the examples' ``wanted`` tokens."""
+    """Raise UnsupportedError if units' embeddings, in order, do not match the ``wanted`` tokens."""
     if sum(made) == sum(wanted):
         return
     rest, unit = list(made), 0

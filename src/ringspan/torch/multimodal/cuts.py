@@ -94,7 +94,7 @@ def _whose(before: int, counts: Sequence[int]) -> str:
 
 
 def pieces_of(made: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """Split a tower's output, (images, tokens, hidden size) or a tensor per image, into tensors of rows."""
+    """Split a tower's output, (images, tokens, hidden size) or a list, into tensors of rows."""
     return [piece.flatten(0, -2) for piece in ([made] if isinstance(made, Tensor) else made)]
 
 

@@ -18,7 +18,7 @@ Integers = NDArray[np.int64]
 
 
 def share_out(costs: Sequence[int], ranks: int) -> list[range]:
-    """Assign consecutive units to ranks by each unit's middle, at about equal cost. A rank may get none."""
+    """Assign consecutive units to ranks by each one's middle, at about equal cost."""
     ends = np.cumsum(np.array(costs, dtype=np.float64))
     total = float(ends[-1]) if len(costs) else 0.0
     owners = ((ends - np.array(costs) / 2) * ranks / (total or 1.0)).astype(np.int64).clip(max=ranks - 1)
@@ -36,7 +36,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(places: Integers, split: BatchLayout, rank: int, made: Sequence[int]) -> Plan:
-    """Plan one rank's exchange: ``places`` (R, 2) are sorted (sequence, position), ``made`` embeddings by each rank."""
+    """Plan one rank's exchange: ``places`` (R, 2) of all embeddings are sorted (sequence, position)."""
     ranks, tokens = split.shared.ranks, split.shared.tokens_per_rank
     tables = np.stack([layout.inverse for layout in split.rows])
     stored = tables[places[:, 0] if len(tables) > 1 else 0, places[:, 1]]
@@ -55,7 +55,7 @@ def make_plan(places: Integers, split: BatchLayout, rank: int, made: Sequence[in
 
 
 def exchange(rows: Tensor, plan: Plan, group: dist.ProcessGroup) -> Tensor:
-    """Return the local tokens' embeddings in order, from those made by each rank; gradients go back to the maker."""
+    """Return the local tokens' embeddings in order; gradients go back to their makers."""
     sent = rows.index_select(0, plan.sent.to(rows.device))
     if dist.get_world_size(group) > 1:
         sent = _Exchanged.apply(sent, plan.send_counts, plan.receive_counts, group)

@@ -101,7 +101,7 @@ class SharedTowers:
         return Made(output, rows, [part.shape[-1] for part in parts], [len(piece) for piece in pieces])
 
     def counted(self, work: Work, made: Made, wanted: list[int]) -> list[int]:
-        """Return the embeddings made by each rank; UnsupportedError on all if the placeholder tokens are others."""
+        """Return each rank's number of embeddings; UnsupportedError on all if placeholders differ."""
         by_rank = torch.zeros(self.ranks, dtype=torch.int64, device=made.rows.device)
         by_rank[self.rank] = len(made.rows)
         dist.all_reduce(by_rank, group=self.group)
@@ -170,7 +170,7 @@ class MediaPass(SharedTowers):
         return self.decoded(given | {"position_ids": positions})
 
     def features(self, name: str, compute: Callable[..., Any]) -> Any:
-        """Return a tower's output with the local tokens' embeddings in place of its share's; raise as ``counted``."""
+        """Return a tower's output with the local tokens' embeddings; raise as ``counted``."""
         work = self.works[name]
         places, wanted = torch.empty(0, 2, dtype=torch.int64), [0]
         if self.media is not None and work.modality.cut.pixels in self.media.inputs:

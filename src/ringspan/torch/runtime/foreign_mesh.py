@@ -110,7 +110,7 @@ def _arranged(ranks: Tensor, names: tuple[str, ...], roles: Mapping[str, tuple[s
 
 
 def _group_of_one() -> dist.ProcessGroup:
-    """Make a single-rank group for a missing axis, uncounted: torch 2.14 names groups by their number on all ranks."""
+    """Make a single-rank group, uncounted: torch 2.14 names groups by their number on all ranks."""
     count, _world.group_count = _world.group_count, next(_numbers)
     try:
         group = dist.new_group([dist.get_rank()], use_local_synchronization=True)

@@ -121,7 +121,7 @@ def launch(
 
 
 def join(folder: str | None = None, *, timeout: timedelta | None = None) -> None:
-    """Join torchrun's default process group, or ``launch``'s if a folder is given; ranks wait for ``timeout``."""
+    """Join torchrun's default process group, or ``launch``'s given a folder; ranks wait for ``timeout``."""
     device = local_device()
     backend = "nccl" if device.type == "cuda" else "gloo"
     if device.type == "cuda":
@@ -147,7 +147,7 @@ def _nccl(device: torch.device) -> dict[str, Any]:
 
 
 def urgent() -> Any:
-    """Return NCCL options with high-priority streams, so that a message need not wait until attention leaves room."""
+    """Return NCCL options with high-priority streams: messages need not wait for attention."""
     return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -268,7 +268,6 @@ def _refusal(folder: Path) -> RingspanError | None:
 
 
 def _failure(folder: Path, failure: ChildFailedError) -> RuntimeError:
-    """Return the first failed rank of the last attempt, and the reason, from elastic if it could not say."""
     codes = {one.exitcode for one in failure.failures.values()}
     code = EXIT_STALLED if EXIT_STALLED in codes else EXIT_PEER_LOST
     for rank, one in sorted(failure.failures.items()):

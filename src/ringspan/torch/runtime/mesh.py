@@ -76,7 +76,7 @@ def wait_for(mesh: DeviceMesh, seconds: float) -> None:
 
 
 def check_order(mesh: DeviceMesh) -> None:
-    """Raise ConfigError for ranks that do not ascend along each axis: groups sort them, positions would be wrong."""
+    """Raise ConfigError for ranks that do not ascend along each axis: groups sort them."""
     # What stands in for one, and one of a dry run, whose tensor of ranks is made up.
     if not isinstance(mesh, DeviceMesh) or (dist.is_initialized() and dist.get_backend() == "fake"):
         return
@@ -92,7 +92,7 @@ def check_order(mesh: DeviceMesh) -> None:
 
 
 def flatten_weights(mesh: DeviceMesh) -> None:
-    """Flatten ring and tp so that a norm is one sum, without DTensor warnings; skip partial meshes (collective)."""
+    """Flatten ring and tp so that a norm is one sum without DTensor warnings; collective."""
     if "tp" in (mesh.mesh_dim_names or ()) and mesh.size() == dist.get_world_size():
         take_timeout(mesh[AXES[1:]]._flatten())
 

@@ -174,7 +174,6 @@ class Whole(Mixin):
 
     @contextmanager
     def _local(self, change: Callable[[Tensor], Tensor] = lambda p: p, leave_out: str = "") -> Iterator[None]:
-        """Replace parameters by their local parts, the omitted one by None."""
         whole = {name: p for name, p in self._parameters.items() if isinstance(p, DTensor)}
         self._parameters |= {name: None if name == leave_out else change(local_part(p)) for name, p in whole.items()}
         try:
@@ -192,7 +191,7 @@ class _PerHead(Whole):
 
 
 class _Inputs:
-    """The input of sibling projections during one call of their parent, so that their gradients are summed once."""
+    """The input of sibling projections in one call of their parent: gradients are summed once."""
 
     def __init__(self) -> None:
         self.is_open = False

@@ -78,7 +78,7 @@ def agree(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> None:
 
 @contextmanager
 def compared_batch(group: dist.ProcessGroup) -> Iterator[None]:
-    """Agree without asking, while active, on facts that differ only by the batch, which all ranks have compared."""
+    """Agree without asking on facts that differ only by the batch, which ranks have compared."""
     _compared.append(group)
     try:
         yield
@@ -95,7 +95,7 @@ def compare_refused(group: dist.ProcessGroup | None, facts: dict[str, Any]) -> N
 
 @contextmanager
 def one_at_a_time(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Guard one pass of a thread over a group; UnsupportedError for another thread's, which would take its messages."""
+    """Guard one pass of a thread over a group; UnsupportedError for another thread's."""
     if not _talks(group):
         yield
         return

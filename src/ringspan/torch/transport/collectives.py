@@ -13,7 +13,7 @@ from ringspan.core.errors import RingspanError
 
 
 def gather(thing: object, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Gather a picklable object of each rank of a group (default: the default one), by rank, on every rank."""
+    """Gather a picklable object of each rank of a group, by rank, on every rank."""
     things: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(things, thing, group=group)
     return things

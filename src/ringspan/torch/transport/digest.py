@@ -25,7 +25,7 @@ _ROW = 4096
 
 
 def digest_values(x: Tensor) -> int:
-    """Digest a tensor's bytes and places at memory speed: row and column sums of words, in rows of 4,096."""
+    """Digest a tensor's bytes and places: row and column sums of words, in rows of 4,096."""
     flat = x.detach().contiguous().view(-1).view(torch.uint8)
     for dtype in (torch.int64, torch.int32, torch.int16):
         if not flat.numel() % dtype.itemsize and not flat.storage_offset() % dtype.itemsize:

@@ -206,7 +206,6 @@ class Exchange:
                 report_out_of_step(self._group, str(error))
 
     def _queues_with(self, rank: int, device: torch.device) -> SharedQueues | None:
-        """Return the shared-memory queues with a rank; None if messages go through the process group."""
         return self._queues if self._queues and device.type == "cpu" and self._queues.carries(rank) else None
 
     def _operation(self, call: Any, rank: int, buffer: Tensor, message: int) -> dist.P2POp:

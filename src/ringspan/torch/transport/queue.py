@@ -155,7 +155,6 @@ class SharedQueues:
         return found
 
     def _patience(self, peer: int) -> Iterator[bool]:
-        """Poll for a peer with back-off; yield whether the wait has become long."""
         started = time.perf_counter()
         sleep, felt, is_slow = _SPIN_SECONDS / 8, started, False
         while True:
@@ -179,7 +178,6 @@ class SharedQueues:
 
 
 def _bounds(ranks: int) -> list[int]:
-    """Return the beginning of each reader's queue, and the end of the last one."""
     return [_QUEUES + _QUEUE_WORDS * reader for reader in range(ranks + 1)]
 
 

@@ -110,7 +110,6 @@ class SharedMemory:
         return next((slot for slot in self._slots if slot.message == at), None)
 
     def _free_slot(self, size: int) -> _Slot:
-        """Return the smallest free slot that fits without much waste, or a new one."""
         assert self._own_memory is not None
         self._calls += 1
         fitting = [slot for slot in self._slots if size <= slot.stop - slot.message <= 2 * size and self._is_free(slot)]
@@ -197,7 +196,6 @@ _Handle = tuple[str, int, int, bytes]  # network namespace, process, descriptor 
 
 
 def _own_memory(descriptor: int | None, token: bytes) -> "tuple[_Memory | None, _Handle | None]":
-    """Return this rank's memory and its token for peers; None for both if unavailable."""
     if descriptor is None:
         return None, None
     try:
@@ -210,7 +208,6 @@ def _own_memory(descriptor: int | None, token: bytes) -> "tuple[_Memory | None, 
 
 
 def _open(handle: _Handle | None, namespace: str) -> _Memory | None:
-    """Return a peer's memory; None if it has none, or is on another host."""
     if handle is None or handle[0] != namespace:
         return None
     _, process, number, token = handle

@@ -174,7 +174,6 @@ def shape_of(region: Region) -> tuple[int, ...]:
 
 
 def _place_in_memory(view: Deferred) -> tuple[Deferred, Region]:
-    """Return the tensor that a view is a part of, and which part."""
     region = region_of(view.shape)
     while isinstance(view.origin, _Made) and (outer := _VIEWS.get(view.origin.function)):
         inner, *details = view.origin.args

@@ -135,7 +135,7 @@ def _generation_config(folder: Path) -> GenerationConfig:
 
 
 def set_aside(model: nn.Module) -> None:
-    """Replace deferred parameters by meta tensors with a source, and buffers by values, for code that needs tensors."""
+    """Replace deferred parameters by meta tensors with a source, and buffers by values."""
     parameters: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -161,7 +161,6 @@ def read_whole(model: nn.Module) -> None:
 
 
 def _unread(modules: Iterable[nn.Module]) -> Iterator[tuple[nn.Module, str, nn.Parameter, Deferred]]:
-    """Yield modules' unread parameters with names and sources; a tied one each time."""
     for module in modules:
         for name, parameter in module._parameters.items():
             source = None if parameter is None else source_of(parameter)

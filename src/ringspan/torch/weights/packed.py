@@ -127,7 +127,7 @@ def packed_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]
 
 
 def split_into_parts(model: nn.Module) -> None:
-    """Replace each packed weight by its parts as parameters; ``module.weight`` rebuilds the packed tensor on access."""
+    """Replace each packed weight by its parts as parameters; ``module.weight`` rebuilds it."""
     for _, module, name, weight in [*packed_weights(model)]:
         packing = packing_of(weight)
         split_weight(module, name, packing, packing.parts(weight))

@@ -92,7 +92,7 @@ def plan_files(
 
 
 def write_weights(plan: WeightsPlan, folder: Path | None, vote: Vote) -> None:
-    """Write all files, collectively; ``folder`` is None on non-writers. A failure reaches all before the next file."""
+    """Write all files, collectively, on writers into a ``folder``; a failure reaches all before the next."""
     for name in plan.files:
         problem: Exception | None = None
         try:

@@ -57,7 +57,7 @@ class WeightsPlan:
         return self._replaced.fullmatch(name) is not None
 
     def write(self, name: str, folder: Path | None) -> None:
-        """Write a file, None only makes its tensors with the writer; an OSError comes after all have been made."""
+        """Write a file (None: only make its tensors); an OSError comes after all have been made."""
         # Wide numbers first, so that each begins where its width divides the address, as safetensors has them.
         names = sorted(self._split.filename_to_tensors[name], key=lambda each: -self._tensors[each].dtype.itemsize)
         chosen = {each: self._tensors[each] for each in names}
@@ -155,7 +155,7 @@ def scratch_in(folder: Path) -> Iterator[Path]:
 
 
 def put_in_place(scratch: Path, folder: Path, plan: WeightsPlan) -> None:
-    """Move all files into a folder, replacing its weights; the last one (index or only file) completes the model."""
+    """Move all files into a folder, replacing its weights; the last one completes the model."""
     last = plan.last_file
     # First what makes the old files a model.
     old = [path for path in folder.iterdir() if plan.replaces(path.name) and path.name != last]

@@ -55,7 +55,7 @@ class RingCache(Cache):
 
     @property
     def shifts(self) -> Tensor:
-        """Return each token's excess of position over its number (B, L), on the CPU; 0 without images (M-RoPE)."""
+        """Return each token's position less its number (B, L), on the CPU; 0 without images (M-RoPE)."""
         return self._ids.tensor[:, 0, :, 1]
 
     def last_shifts(self, rows: int) -> Tensor:
@@ -127,13 +127,13 @@ class RingCache(Cache):
 
     @property
     def is_linear(self) -> list[bool]:
-        """Return for each layer, as transformers' masks ask, True if it has a state and no keys."""
+        """Return for each layer True if it has a state and no keys, for transformers' masks."""
         # All are False in a model with only such layers: ``generate`` would reread the cached text.
         linear = [isinstance(layer, StateLayer) and not isinstance(layer, RingLayer) for layer in self.layers]
         return [False] * len(linear) if all(linear) else linear
 
     def reserve(self, length: int) -> None:
-        """Allocate this rank's share of ``length`` tokens at once, since moving keys to a larger place doubles them."""
+        """Allocate this rank's share of ``length`` tokens, since moving keys doubles them."""
         share = -(-length // self.shares.ranks) + BLOCK_TOKENS
         for layer in self.keepers:
             if layer.keeps_all:

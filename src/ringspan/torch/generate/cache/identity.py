@@ -1,4 +1,4 @@
-"""Identity of a cache's model: in memory the object and its weights' state, in a folder config and fingerprint."""
+"""Identity of a cache's model: its object and weights' state, or, in a folder, config and fingerprint."""
 
 import hashlib
 import json
@@ -25,7 +25,7 @@ _INTEGERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int
 
 
 class Reader(NamedTuple):
-    """Model that read a cache's content, with all that keys and values depend on, except the tokens."""
+    """Model that read a cache's content, with all but tokens that keys depend on."""
 
     model: "weakref.ref[Any]"
     adapters: tuple[str, ...]
@@ -87,7 +87,7 @@ def config_of(model: RingModel) -> dict[str, Any]:
 
 
 def weights_digest(model: RingModel) -> str:
-    """Compute SHA-256 of sums over bits of weights and saved buffers, the same for every split; on every rank."""
+    """Compute SHA-256 of sums over bits of weights and saved buffers, the same for every split."""
     return digest_of([*known_parameters(model), *_kept_buffers(model.modules())], model.ring_mesh)
 
 

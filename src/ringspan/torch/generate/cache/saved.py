@@ -108,7 +108,7 @@ def save(model: RingModel, cache: Any, folder: str | Path) -> None:
 
 
 def load(model: RingModel, folder: str | Path, cache: RingCache) -> RingCache:
-    """Fill an empty cache from a saved one, each rank its own part; CheckpointError on all if another model's."""
+    """Fill an empty cache, each rank its part; CheckpointError on all if another model's."""
     source = Path(folder)
     manifests: list[SavedCache] = []
     _vote(model, "load_cache", source, lambda: _check(model, source, manifests))
@@ -121,7 +121,6 @@ def load(model: RingModel, folder: str | Path, cache: RingCache) -> RingCache:
 
 
 def _vote(model: RingModel, name: str, folder: Path, work: Callable[[], dict[str, Any] | None]) -> None:
-    """Run work on each rank; raise on all if it fails on any or their results differ."""
     with meeting(model.ring_mesh, name) as facts:
         try:
             facts.alike = work() or {}
@@ -132,7 +131,6 @@ def _vote(model: RingModel, name: str, folder: Path, work: Callable[[], dict[str
 
 
 def _axis(mesh: Any, name: str) -> tuple[int, int]:
-    """Return this rank's index on an axis and its size, also if the mesh lacks it."""
     return (mesh[name].get_local_rank(), mesh[name].size()) if name in mesh.mesh_dim_names else (0, 1)
 
 
@@ -254,7 +252,7 @@ def _fill(model: RingModel, folder: Path, saved: SavedCache, cache: RingCache) -
 
 
 def _fill_ids(model: RingModel, folder: Path, file: Any, cache: RingCache) -> None:
-    """Store a saved cache's tokens and shifts; CheckpointError if old files lack the shifts of their images."""
+    """Store a saved cache's tokens and shifts; CheckpointError if old files lack images' shifts."""
     ids = file.get_tensor("ids")
     shifts = file.get_tensor("shifts") if "shifts" in file.keys() else None  # noqa: SIM118 (a file, not a dict)
     kinds = model.ring_media.modalities if has_grid_positions(model) else ()
@@ -269,7 +267,6 @@ def _fill_ids(model: RingModel, folder: Path, file: Any, cache: RingCache) -> No
 def _gathered(
     opened: Callable[[str], Any], saved: SavedCache, name: str, entry: SavedLayer, held: Runs, heads: slice
 ) -> Tensor:
-    """Collect keys or values (B, G, M, D) of some runs and heads from all shares."""
     size = entry.sizes[_HALVES.index(name.partition(".")[2])]
     num_tokens = sum(count for _, count in held)
     result = torch.empty(saved.sequences, heads.stop - heads.start, num_tokens, size, dtype=getattr(torch, entry.dtype))

@@ -70,7 +70,6 @@ class StateLayer(Rearranged, LinearAttentionLayer):
 
 
 def _last_inputs(x: Tensor, count: int, turn: Turn) -> Tensor:
-    """Return the last ``count`` or fewer inputs of all new tokens, on every rank."""
     if not turn.is_split:
         return x[..., -count:]
     tokens = turn.new.length - turn.start

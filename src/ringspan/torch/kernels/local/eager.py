@@ -131,7 +131,6 @@ def _gradient(
     chunks: list[slice],
     scores: Scores,
 ) -> Tensor:
-    """Return dq (g, P n, D) of a chunk of queries and add to the keys' dk and dv."""
     dq = torch.zeros_like(mine.q)
     for keys in chunks:
         k_keys, v_keys = (x[:, keys].to(dq.dtype) for x in (k, v))
@@ -149,7 +148,7 @@ def _gradient(
 
 
 def _chunk_size(q: Tensor, tile: Tile) -> ChunkSize:
-    """Return the chunk size: a megabyte of scores for a core's cache, or all heads for large launches."""
+    """Return the chunk size: a megabyte of scores for a core's cache, or all heads."""
     if size := rules_of(q.device).chunk_size:
         return size
     is_short = tile.num_pairs <= SHORT * tile.num_rows
@@ -158,7 +157,7 @@ def _chunk_size(q: Tensor, tile: Tile) -> ChunkSize:
 
 
 def _equal(first: int, last: int, most: int, unit: int = 1) -> list[slice]:
-    """Split [first, last) into the fewest equal parts of at most ``most``, aligned to ``unit`` if possible."""
+    """Split [first, last) into the fewest equal parts of at most ``most``, if possible in ``unit``."""
     # All but the last end at a multiple of the unit, counted from the first.
     size, unit = last - first, gcd(unit, most)
     number = -(-size // most)
@@ -167,7 +166,7 @@ def _equal(first: int, last: int, most: int, unit: int = 1) -> list[slice]:
 
 
 def _as_rows(x: Tensor, kv_heads: slice, dtype: torch.dtype) -> Tensor:
-    """Reshape (g, P, n, size) to (g, P n, size), rows of one matrix for a shared head; a view if possible."""
+    """Reshape (g, P, n, size) to (g, P n, size), rows for a shared head; a view if possible."""
     return x.to(dtype).reshape(kv_heads.stop - kv_heads.start, -1, x.shape[-1])
 
 
@@ -178,7 +177,7 @@ def _factor(scores: Scores) -> float:
 def _scores(
     q: Tensor, k: Tensor, tile: Tile, rows: slice, keys: slice, scores: Scores, differentiate: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Return a chunk's scores (g, P n, m) times log2(e), -inf outside the band, and their derivative if asked."""
+    """Return scores (g, P n, m) times log2(e), -inf outside the band, and their derivative if asked."""
     s, slope = torch.bmm(q, k.mT), None
     if scores.softcap:
         s.tanh_()
@@ -195,7 +194,7 @@ def _scores(
 
 
 def _weights(s: Tensor, base: Tensor, tile: Tile, rows: slice, keys: slice, scores: Scores) -> Tensor:
-    """Compute ``exp2(s - base)`` in place, without denormals from ALiBi, which slow down products and do not count."""
+    """Compute ``exp2(s - base)`` in place, without ALiBi's denormals, which slow down products."""
     s.sub_(base)
     if scores.slopes is not None:
         s.clamp_(min=_FAINTEST)
@@ -208,7 +207,7 @@ def _of_heads(s: Tensor, rows: slice) -> Tensor:
 
 
 def _forbid(s: Tensor, tile: Tile, rows: slice, keys: slice) -> None:
-    """Add -inf to the scores of pairs that the band leaves out, in the columns that it cuts."""
+    """Add -inf to scores outside the band, in the columns that it cuts."""
     # Row i and column j of the chunk differ by i - j + corner in the tile. Only columns that the band cuts are touched.
     s, corner = _of_heads(s, rows), rows.start - keys.start
     late = max(0, corner - tile.lo + 1)  # the first column that is too late for some row

@@ -116,7 +116,7 @@ class Flash:
 
 @lru_cache(maxsize=256)
 def _cuts(launch: KernelLaunch, batch: int, where: torch.device) -> Cuts:
-    """Return the launch's tiles as sequences, for every batch entry; gaps are sequences without keys or queries."""
+    """Return the launch's tiles as sequences, for every batch entry; gaps have no keys or queries."""
     # Varlen kernels want every row and key in some sequence. Rows between tiles become a sequence without keys, and
     # keys between tiles one without queries; ``groupby`` drops those that are empty on both sides.
     ends = [(0, 0)]

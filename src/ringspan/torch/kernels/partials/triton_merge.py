@@ -100,5 +100,5 @@ def _run(
 
 @lru_cache(maxsize=256)
 def _table(places: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return where partials lie: as arguments, their offsets and strides would make a program for each batch."""
+    """Return where partials lie: as arguments, that would make a program for each batch."""
     return torch.tensor(places, dtype=torch.int64).to(device, non_blocking=True)

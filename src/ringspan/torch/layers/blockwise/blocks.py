@@ -83,7 +83,7 @@ def run_in_blocks(
 
 
 def kind_of(module: nn.Module) -> Any:
-    """Return a key equal for modules with the same code, shapes, dropout and hooks: trying one of them is enough."""
+    """Return a key equal for modules with the same code, shapes, dropout and hooks."""
     shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
     rates = tuple(dropout.p for dropout in module.modules() if isinstance(dropout, nn.Dropout))
     code = tuple((type(part), id(vars(part).get("forward")), hooks_of(part)) for part in module.modules())
@@ -137,7 +137,7 @@ def _why_mixed(module: nn.Module, size: int, gives: int | None, *, trains: bool)
 
 @contextmanager
 def _mode(module: nn.Module, trains: bool) -> Iterator[None]:
-    """Set the training mode temporarily; restore modes, buffers (spectral norm changes its own) and random state."""
+    """Set the training mode; restore modes, buffers (spectral norm changes its own) and random state."""
     modes = [(part, part.training) for part in module.modules()]
     buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
     device = next(module.parameters()).device
@@ -199,7 +199,7 @@ class _Recomputed(torch.autograd.Function):
     def forward(
         ctx: Any, run: Any, chunk_tokens: int, module: Any, scores: tuple[int, int], hidden: Tensor, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
-        """Return also a memoryless placeholder for each router's scores (T, E), which carries their gradient back."""
+        """Return also memoryless placeholders for router scores (T, E), which carry their gradients back."""
         ctx.save_for_backward(hidden)
         ctx.run, ctx.chunk_tokens, ctx.module = run, chunk_tokens, module
         ctx.autocast = autocast_now(hidden.device.type)

@@ -85,8 +85,7 @@ def _why_not(module: nn.Module, size: int) -> str:
     return mixes_tokens(module, size)
 
 
-class _Tried(Exception):
-    """Signal that ends a trial after the first layer."""
+class _Tried(Exception): ...
 
 
 def _why_not_free(view: ModelView, feedforwards: list[nn.Module]) -> str:

@@ -25,7 +25,7 @@ from ringspan.torch.weights.packed import is_packed
 
 
 def head_of(model: RingModel) -> nn.Module:
-    """Return the head of a model on a ring: its output embedding, or the modules after the decoder ending in it."""
+    """Return a model's head: its output embedding, or the modules after the decoder ending in it."""
     head: Any = model.get_output_embeddings()
     return joined([model.get_submodule(name) for name in model.ring_head_parts] or [head])
 
@@ -64,7 +64,7 @@ def refuse_mixing(head: nn.Module) -> None:
 
 
 def refuse_blocks_of_vocabulary(head: nn.Module, chunk_vocabulary: int | None) -> None:
-    """Raise UnsupportedError if a called head, which gives all of its logits, is asked for blocks of the vocabulary."""
+    """Raise UnsupportedError for blocks of the vocabulary of a called head, which gives all logits."""
     if chunk_vocabulary is not None and not is_its_weight(head):
         raise UnsupportedError(
             f"loss_chunk_vocabulary={chunk_vocabulary} needs a head that is its weight alone; this one "
@@ -194,7 +194,7 @@ def _cat(losses: list[Tensor], device: torch.device) -> Tensor:
 
 
 def _leaves(losses: Tensor, since: Any) -> list[Tensor]:
-    """Return the parameters that a value depends on since the operation ``since``; raise for earlier results."""
+    """Return a value's parameters since the operation ``since``; raise for earlier results."""
     found: list[Tensor] = []
     waiting = [losses.grad_fn] if losses.grad_fn is not None else []
     seen: set[Any] = set(waiting)

@@ -108,7 +108,6 @@ class _Asked(NamedTuple):
 
 
 def _over_cache(module: object, qkv: Qkv, turn: Turn, kind: LayerKind, asked: _Asked, config: StepConfig) -> Tensor:
-    """Attend from new tokens to a cache split over the ring: (B, T, H, D)."""
     query, key, value = qkv
     if _has_temperature(module):
         query = _warmed(module, query, turn.positions[None])

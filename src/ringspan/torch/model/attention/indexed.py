@@ -78,7 +78,6 @@ class _Index(Mixin):
 
 
 def _rotation_of(index: nn.Module) -> Any:
-    """Return the rotation of transformers' own forward: interleaved or in halves."""
     code: Any = inspect.unwrap(forward_of(index))
     return next(code.__globals__[name] for name in _ROTATIONS if name in code.__code__.co_names)
 

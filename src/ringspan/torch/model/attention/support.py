@@ -19,7 +19,7 @@ _TRIAL: Final = "ringspan_trial"
 
 
 def refuse_attention(view: ModelView) -> None:
-    """Raise UnsupportedError if the ring cannot take over a decoder's attention, in doubt tried out on two tokens."""
+    """Raise UnsupportedError if the ring cannot take over attention, in doubt tried out on two tokens."""
     name, decoder, own = view.name, view.decoder, view.own_attention
     for path, module in decoder.named_modules():
         is_decoder = getattr(module, "is_decoder", None)
@@ -50,7 +50,6 @@ def refuse_attention(view: ModelView) -> None:
 
 @torch.no_grad()
 def _why_not_consulted(view: ModelView) -> str:
-    """Return why some layer would not call the ring's attention; empty if all do."""
     decoder, layers, others = view.decoder, view.layers.values(), {*view.stateful.values(), *view.own_attention}
     with filled(decoder, zeros=True):
         ids = torch.zeros(1, 2, dtype=torch.int64, device=next(decoder.parameters()).device)

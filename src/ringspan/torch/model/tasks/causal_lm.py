@@ -199,7 +199,6 @@ def _plain(model: RingModel) -> LossOptions:
 def _cross_entropy(
     model: RingModel, hidden: Tensor, targets: Tensor, options: LossOptions, reduction: ReductionName
 ) -> Tensor:
-    """Compute the local tokens' summed loss, or each one's (B T)."""
     tp = tensor_axis(model.ring_mesh)
     head: Any = head_of(model)
     share = tp.get_group() if tp is not None and splits_vocabulary(head) else None
@@ -245,7 +244,6 @@ def _asked(arguments: dict[str, Any]) -> Asked | PerToken:
 
 
 def _bind(model: RingModel, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.BoundArguments:
-    """Bind a call's arguments to ``forward``'s names; raise for log-probabilities without targets."""
     bound = _SIGNATURE.bind(model, *args, **kwargs)
     asked = _asked(kwargs)
     if asked is not Asked.LOSS:

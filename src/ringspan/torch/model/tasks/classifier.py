@@ -46,7 +46,7 @@ def refuse_classifier(view: ModelView) -> None:
 
 @torch.no_grad()
 def _try_head(model: Any, decoder: Any) -> None:
-    """Refuse a classifier that does more than apply its head and pool, tried out on hidden states."""
+    """Refuse a classifier that does more than head and pool, tried out on hidden states."""
     name, head = type(model).__name__, getattr(model, LABELS)
     like = next(head.parameters())
     padding = model.config.get_text_config().pad_token_id
