@@ -174,7 +174,7 @@ class _Listener(BaseStreamer):
 
 
 class _Text(TextStreamer):
-    def __init__(self, tokenizer: Any, observer: Observer) -> None:
+    def __init__(self, tokenizer: Tokenizer, observer: Observer) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self._observer = observer
 

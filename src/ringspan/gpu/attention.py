@@ -8,8 +8,6 @@ rows [q0, q1), keys [k0, k1), and the band lo <= i - j <= hi from its corner; ``
 # Triton compiles these functions; as Python they would not type.
 # pyright: reportArgumentType=false, reportAssignmentType=false, reportGeneralTypeIssues=false
 
-# Triton compiles these functions; as Python they would not type.
-# pyright: reportGeneralTypeIssues=false
 import triton
 import triton.language as tl
 

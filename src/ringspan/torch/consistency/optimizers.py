@@ -54,7 +54,7 @@ def _note(optimizer: Optimizer, args: object, kwargs: object) -> None:
         give_shards(optimizer)
 
 
-def _end(optimizer: Optimizer, args: Any, kwargs: object) -> None:
+def _end(optimizer: Optimizer, args: tuple[Any, ...], kwargs: object) -> None:
     if is_local(optimizer):
         take_back(optimizer)
 

@@ -55,7 +55,7 @@ class Clock(StoppingCriteria):
     def __init__(self, seconds: float) -> None:
         self._end = time.monotonic() + seconds
 
-    def __call__(self, input_ids: Any, scores: object, **kwargs: object) -> Any:
+    def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Any:
         is_over = time.monotonic() >= self._end
         return torch.full((len(input_ids),), is_over, dtype=torch.bool, device=input_ids.device)
 
@@ -72,7 +72,7 @@ class AgreedCriteria(StoppingCriteria):
     def of(criteria: Sequence[Any], mesh: DeviceMesh) -> StoppingCriteriaList:
         return StoppingCriteriaList(AgreedCriteria(each, mesh) for each in criteria)
 
-    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
         mine = self._criterion(input_ids, scores, **kwargs)
         if not isinstance(mine, Tensor):
             mine = torch.full((len(input_ids),), bool(mine), device=input_ids.device)

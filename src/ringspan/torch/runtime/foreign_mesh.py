@@ -57,7 +57,7 @@ def map_mesh(mesh: DeviceMesh, *, ring: Names, replicate: Names = None, tp: Name
     return _map(mesh, assigned(sizes, {"replicate": replicate, "ring": ring, "tp": tp}))
 
 
-def _names(mesh: Any) -> tuple[str, ...]:
+def _names(mesh: DeviceMesh) -> tuple[str, ...]:
     advice = "use mesh = rs.init_mesh(ring=...)"
     if not hasattr(mesh, "mesh_dim_names"):
         raise ConfigError(f"mesh={mesh!r} is no DeviceMesh; {advice}")

@@ -22,7 +22,7 @@ class Packing(Protocol):
     constants: dict[str, Tensor]
     """Small tensors that all ranks keep: tables of codes."""
 
-    def parts(self, tensor: Any) -> dict[str, Tensor]:
+    def parts(self, tensor: Tensor) -> dict[str, Tensor]:
         """Return the plain tensors of a packed one, which share its memory."""
         ...
 
@@ -36,7 +36,7 @@ class _Flattened:
         self._kind, self.constants = type(tensor), dict[str, Tensor]()
         self._names, self._facts = tensor.__tensor_flatten__()
 
-    def parts(self, tensor: Any) -> dict[str, Tensor]:
+    def parts(self, tensor: Tensor) -> dict[str, Tensor]:
         return {name: getattr(tensor, name) for name in self._names}
 
     def rebuild(self, parts: dict[str, Tensor]) -> Any:
@@ -109,7 +109,7 @@ def packing_of(tensor: Any) -> Packing:
     return EightBits(type(tensor)) if hasattr(tensor, "SCB") else _Flattened(tensor)
 
 
-def plain_parts(name: str, tensor: Any) -> Iterator[tuple[str, Tensor]]:
+def plain_parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield the names and plain tensors of a weight, itself unless packed. They share its memory."""
     if is_packed(tensor):
         for part, plain in packing_of(tensor).parts(tensor).items():

@@ -96,7 +96,7 @@ def _why_not_free(view: ModelView, feedforwards: list[nn.Module]) -> str:
     is_behind = False
     reasons: list[str] = []
 
-    def enter(_: nn.Module, args: Any, kwargs: Any) -> None:
+    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if len(args) != 1 or kwargs:
             reasons.append(f"{name} is called with more than hidden states")
 

@@ -124,7 +124,7 @@ def take_over_index(modules: Iterable[Any]) -> None:
 
 
 def attend_to_chosen(
-    module: Any,
+    module: nn.Module,
     query: Tensor,
     latents: Tensor,
     choice: Choice,

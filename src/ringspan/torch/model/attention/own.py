@@ -183,7 +183,7 @@ def refuse_compiled(view: ModelView, backend: bool | str) -> None:
         )
 
 
-def uses_alibi(decoder: Any) -> bool:
+def uses_alibi(decoder: nn.Module) -> bool:
     kinds = set(own_attention(decoder).values())
     return bool(kinds & {*_ALIBI}) or (_Falcon in kinds and bool(getattr(decoder, "use_alibi", False)))
 
