@@ -3,6 +3,7 @@
 import os
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -38,17 +39,39 @@ def test_blocks_are_sent_on_a_stream_of_high_priority(monkeypatch):
     assert told["backend"] == "nccl" and told["device_id"] == device
     assert told["pg_options"].is_high_priority_stream
 
-    made = []
+    made, met, axes = [], [], {"ring": SimpleNamespace(get_group=lambda: "group")}
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     monkeypatch.setattr(dist, "get_world_size", lambda: 8)
-    monkeypatch.setattr(mesh, "init_device_mesh", lambda *_, **given: made.append(given.get("backend_override")))
+    monkeypatch.setattr(mesh, "init_device_mesh", lambda *_, **given: made.append([*given.values()]) or axes)
+    monkeypatch.setattr(mesh, "_meet_neighbours", lambda *given: met.append(given))
     monkeypatch.setattr(mesh, "take_timeout", lambda _: None)
     monkeypatch.setattr(mesh, "flatten_weights", lambda _: None)
     for replicate, ring in ((1, 8), (2, 4), (8, 1)):
         mesh.make_mesh("cuda", replicate, ring, 1)
-    assert made[0] is made[2] is None, "the default group has these options"
-    backend, options = made[1]["ring"]
+    assert len(made[0]) == len(made[2]) == 1, "the default group has these options"
+    backend, options = made[1][1]["ring"]
     assert backend == "nccl" and options.is_high_priority_stream
+    assert met == [("group", "cuda")] * 2, "each ring, but not one of one rank"
+
+
+def peers_met(ring):
+    """The calls and peers of this rank, which gloo answers as NCCL would."""
+    asked, send = [], dist.batch_isend_irecv
+
+    def recorded(messages):
+        asked.extend((each.op.__name__, each.group_peer) for each in messages)
+        return send(messages)
+
+    with mock.patch.object(dist, "batch_isend_irecv", recorded):
+        mesh._meet_neighbours(ring["ring"].get_group(), "cpu")
+    return asked
+
+
+def test_neighbours_of_a_ring_are_connected_at_once(pool):
+    for ranks in (2, 4):
+        for rank, asked in enumerate(pool.run(peers_met, ranks)):
+            near = sorted({(rank - 1) % ranks, (rank + 1) % ranks})
+            assert asked == [(call, peer) for call in ("irecv", "isend") for peer in near]
 
 
 # FSDP's, by their names in PyTorch 2.11 and 2.13.
@@ -139,8 +162,8 @@ class Lengths(torch.Tensor):
 
 def test_layers_do_not_wait_for_the_lengths_of_documents():
     lengths = torch.tensor([[5, 11]]).as_subclass(Lengths)
-    model = SimpleNamespace(ring_layout="zigzag")
-    packed = Packed(model, lengths, torch.zeros(1, 16))
+    model: Any = SimpleNamespace(ring_layout="zigzag")
+    packed: Any = Packed(model, lengths, torch.zeros(1, 16))
     for _ in range(32):
         assert packed.lengths.tolist() == [[5, 11]]
     assert Lengths.reads == 1
@@ -159,6 +182,7 @@ def test_ulysses_sends_each_member_one_message_at_a_time(passes):
     exchange.among = lambda ranks, name: exchange
     spec = AttentionSpec(scale=1.0, layout="zigzag", route="ulysses")
     one, ulysses = op.assemble(0, members, exchange, q, k, None, spec, is_backward=passes == "backward")
+    assert ulysses
     if passes == "forward":
         ulysses.forward(one, q, k, v)
     else:

@@ -66,7 +66,24 @@ def make_mesh(device_type: str, replicate: int, ring: int, tp: int) -> DeviceMes
     mesh = init_device_mesh(device_type, sizes, mesh_dim_names=AXES[: len(sizes)], **urgently)
     take_timeout(mesh)
     flatten_weights(mesh)
+    if dist.get_backend() == "nccl" and ring > 1:
+        _meet_neighbours(mesh["ring"].get_group(), device_type)
     return mesh
+
+
+def _meet_neighbours(group: dist.ProcessGroup, device_type: str) -> None:
+    """Exchange a byte with both neighbours on a ring.
+
+    NCCL connects a pair on the host in its first message, which would otherwise be a block of the first step.
+    """
+    here, ranks = group.rank(), group.size()
+    peers = sorted({(here - 1) % ranks, (here + 1) % ranks})
+    sent, *received = torch.zeros(1 + len(peers), 1, dtype=torch.uint8, device=device_type)
+    asked = [(dist.irecv, each, peer) for each, peer in zip(received, peers, strict=True)]
+    asked += [(dist.isend, sent, peer) for peer in peers]
+    messages = [dist.P2POp(call, x, group=group, group_peer=peer) for call, x, peer in asked]
+    for work in dist.batch_isend_irecv(messages):
+        work.wait()
 
 
 def wait_for(mesh: DeviceMesh, seconds: float) -> None:
