@@ -72,10 +72,14 @@ def dtype_of(settings: GenerateSettings, config: PreTrainedConfig) -> torch.dtyp
     return getattr(torch, name)
 
 
+def has_tokenizer(folder: str) -> bool:
+    names = "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt"
+    return any(Path(folder, name).exists() for name in names)
+
+
 def load_tokenizer(folder: str, config: PreTrainedConfig) -> Tokenizer:
     """Load the tokenizer; raise ConfigError if it is missing or has another vocabulary than the model."""
-    names = "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt"
-    if not any(Path(folder, name).exists() for name in names):
+    if not has_tokenizer(folder):
         raise ConfigError(f"{folder}: has no tokenizer (tokenizer.json); save it there with save_pretrained")
     # tokenizers raises plain Exceptions for files that it cannot read
     with refused(f"{folder}: its tokenizer cannot be read", Exception):

@@ -17,15 +17,17 @@ from transformers import PreTrainedConfig
 from ringspan.checkpoints.manifest import TensorEntry, read_manifest, verify
 from ringspan.checkpoints.shards import Chunk, opened_shards, read_chunk
 from ringspan.core.errors import CheckpointError, ConfigError
-from ringspan.core.files.named import read_small
+from ringspan.core.files.named import ADAPTER_CONFIG, read_small
 from ringspan.core.messages.lines import one_line, refused
+from ringspan.generate.folder import base_folder, has_tokenizer, load_config, load_model, load_tokenizer
+from ringspan.generate.settings import GenerateSettings
 from ringspan.torch.layers.positions import as_trained, note_length
 from ringspan.torch.model.adapters import adapter_weights, base_of, is_peft
 from ringspan.torch.model.saving import voted
 from ringspan.torch.weights.deferred import Region, deferred, shape_of
 from ringspan.torch.weights.loading import auto_class
 from ringspan.torch.weights.saving import plan_files, plan_weights, saved_names, write_weights
-from ringspan.torch.weights.writing import MAX_SHARD_SIZE, missing_room
+from ringspan.torch.weights.writing import MAX_SHARD_SIZE, WeightsPlan, missing_room
 from ringspan.train.adapter import plan_merged, write_adapter
 from ringspan.train.model import Tokenizer, load_model_config
 from ringspan.train.run_folder.record import RECORD, recorded
@@ -154,12 +156,12 @@ def export_checkpoint(
     doing: Callable[[str], None] = lambda what: None,
 ) -> tuple[int, int]:
     """Export a checkpoint (None: the newest) like ``<run>/model``; return its step and weight bytes."""
-    if folder.exists():
-        raise ConfigError(f"{folder}: is there already; give another folder, or remove it")
+    _refuse_existing(folder)
     config, saved = _settings_of(run), _checkpoint_of(run, step)
     if config.adapter.rank is not None:
         raise ConfigError(
-            f"{run}: its checkpoints hold an adapter alone; use the adapter or merged model in {run / 'model'}"
+            f"{run}: its checkpoints hold an adapter alone; use the adapter or merged model in {run / 'model'} "
+            "(--merge makes a merged model of an adapter's folder)"
         )
     manifest = read_manifest(saved)
     for number, name in enumerate(sorted(manifest.files), start=1):
@@ -179,20 +181,70 @@ def export_checkpoint(
             raise CheckpointError(f"{saved}: has no {name}; is it of another model? use its own")
         tensors[name] = deferred(_Saved(saved, stored, manifest.tensors[stored], place))
     plan = plan_files(plain, tensors, max_shard_size=max_shard_size, dtype=dtype)
+
+    def write_rest(scratch: Path) -> None:
+        with as_trained(plain):
+            write_configs(scratch, plain.config, dtype)
+        if tokenizer := tokenizer_of(run):
+            shutil.copytree(tokenizer, scratch, dirs_exist_ok=True)
+
+    _write(plan, plain.num_parameters(), folder, write_rest, doing)
+    return manifest.step, plan.num_bytes
+
+
+def export_merged(
+    adapter: Path,
+    folder: Path,
+    *,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+    doing: Callable[[str], None] = lambda what: None,
+) -> int:
+    """Export the base model of an adapter folder with the adapter merged into it; return the bytes of its weights.
+
+    The base is held in memory, in the dtype of its files, also if the adapter was trained over packed weights.
+    """
+    _refuse_existing(folder)
+    if not (adapter / ADAPTER_CONFIG).is_file():
+        raise ConfigError(f"{adapter}: has no {ADAPTER_CONFIG}; give the folder that the adapter was saved in")
+    doing("merging")
+    settings = GenerateSettings(folder=str(adapter))
+    config = load_config(settings)
+    model = load_model(settings, config)
+    found = model.state_dict()
+    tensors = {name: next(found[each] for each in names if each in found) for name, names in saved_names(model).items()}
+    plan = plan_files(model, tensors, max_shard_size=max_shard_size)
+
+    def write_rest(scratch: Path) -> None:
+        model.save_pretrained(scratch, state_dict={})
+        if source := next(filter(has_tokenizer, (str(adapter), base_folder(str(adapter)))), None):
+            load_tokenizer(source, config).save_pretrained(scratch)
+
+    _write(plan, model.num_parameters(), folder, write_rest, doing)
+    return plan.num_bytes
+
+
+def _refuse_existing(folder: Path) -> None:
+    if folder.exists():
+        raise ConfigError(f"{folder}: is there already; give another folder, or remove it")
+
+
+def _write(
+    plan: WeightsPlan,
+    num_parameters: int,
+    folder: Path,
+    write_rest: Callable[[Path], None],
+    doing: Callable[[str], None],
+) -> None:
     folder.parent.mkdir(parents=True, exist_ok=True)
     if problem := missing_room(folder.parent, plan.num_bytes):
         raise CheckpointError(problem)
     with refused(f"{folder} was not written", OSError, error_type=CheckpointError), scratch_beside(folder) as scratch:
-        with as_trained(plain):
-            write_configs(scratch, plain.config, dtype)
+        write_rest(scratch)  # first: transformers removes weight files that are not its own
         for number, name in enumerate(plan.files, start=1):
             doing(f"writing file {number} of {len(plan.files)}")
             plan.write(name, scratch)
-        plan.write_index(scratch, plain.num_parameters())
-        if tokenizer := tokenizer_of(run):
-            shutil.copytree(tokenizer, scratch, dirs_exist_ok=True)
+        plan.write_index(scratch, num_parameters)
         put_beside(scratch, folder)
-    return manifest.step, plan.num_bytes
 
 
 def _settings_of(run: Path) -> Any:
