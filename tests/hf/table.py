@@ -47,6 +47,7 @@ class Case:
     make: Callable[..., Any]
     options: dict[str, Any] = field(default_factory=dict)
     averages: bool = False
+    model: str = "llama"
 
 
 CASES: Final = [
@@ -62,11 +63,13 @@ CASES: Final = [
     Case("ORPO, learning rate 3e-3", orpo, {"learning_rate": 3e-3}, averages=True),
     Case("reward model, learning rate 3e-3", reward, {"learning_rate": 3e-3}),
     Case("reward model, in float64", reward, {"double": True}),
+    Case("SFT, QLoRA", sft, model="llama@nf4"),
+    Case("DPO, QLoRA", dpo, {"reference": None}, model="llama@nf4"),
     Case("GRPO, completions given", grpo, {"beta": 0.0}),
 ]  # fmt: skip
 
 
-def of_the_library(mesh: Any, make: Callable[..., Any], options: dict[str, Any]) -> Any:
+def of_the_library(mesh: Any, make: Callable[..., Any], model: str, options: dict[str, Any]) -> Any:
     """The same script with accelerate's context parallelism over two ranks; what it raises, in one line."""
     torch.manual_seed(0)
     own = {
@@ -76,7 +79,7 @@ def of_the_library(mesh: Any, make: Callable[..., Any], options: dict[str, Any])
     }
     with tempfile.TemporaryDirectory() as folder:
         try:
-            trainer = make(mesh, "llama", None, folder, own | options)
+            trainer = make(mesh, model, None, folder, own | options)
             trainer.train()
             trainer.evaluate()
             return history(trainer) | {"weights": {}}
@@ -90,10 +93,10 @@ def apart(case: Case, ranks: int, replicas: int, pools: dict[int, Pool]) -> tupl
     if case.make is not sft:  # TRL evaluates each process's batch by itself, and takes the mean
         sizes["per_device_eval_batch_size"] = 2 * replicas
     if case.averages and replicas > 1:
-        expected = pools[replicas].run(train, replicas, case.make, "llama", None, case.options)[0]
+        expected = pools[replicas].run(train, replicas, case.make, case.model, None, case.options)[0]
     else:
-        expected = train(None, case.make, "llama", None, case.options | sizes)
-    every = pools[ranks].run(train, ranks, case.make, "llama", {}, case.options, replicate=replicas)
+        expected = train(None, case.make, case.model, None, case.options | sizes)
+    every = pools[ranks].run(train, ranks, case.make, case.model, {}, case.options, replicate=replicas)
     each = [differences(found, expected) for found in every]
     return {key: max(one.get(key, 0.0) for one in each) for key in each[0]}, expected
 
@@ -105,7 +108,7 @@ def measured(case: Case, pools: dict[int, Pool]) -> dict[str, Any]:
         if ranks == 2:
             row["one process"] = {"loss": expected["loss"], "eval_loss": expected["eval_loss"][0]}
     try:
-        theirs = pools[2].run(of_the_library, 2, case.make, case.options)[0]
+        theirs = pools[2].run(of_the_library, 2, case.make, case.model, case.options)[0]
     except Exception as error:  # a rank that died or hung
         theirs = f"{type(error).__name__}: {' '.join(str(error).split())}"
         pools[2].restart()

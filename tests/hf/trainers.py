@@ -9,13 +9,20 @@ from typing import Any
 
 import datasets
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from torch.utils.data import Dataset
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, TorchAoConfig, Trainer, TrainingArguments
+from transformers import (
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
+    PreTrainedTokenizerFast,
+    TorchAoConfig,
+    Trainer,
+    TrainingArguments,
+)
 from trl import SFTConfig, SFTTrainer  # pyright: ignore[reportPrivateImportUsage]
 
 from ringspan.hf import RingConfig, RingTrainerMixin
@@ -109,8 +116,21 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def made(model: str) -> Any:
-    """A kind of model; behind a plus sign, with the auxiliary loss of its router."""
-    kind, _, router = model.partition("+")
+    """A kind of model; behind a plus sign, with the auxiliary loss of its router; behind an at sign, in 4 bits with an
+    adapter, which TRL does not know: it would cast adapters to bfloat16, whose rounding depends on the order of sums.
+    """
+    kind, _, bits = model.partition("@")
+    kind, _, router = kind.partition("+")
+    if bits:
+        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=bits, bnb_4bit_use_double_quant=True)
+        plain = build(kind)
+        given = {"config": plain.config, "state_dict": plain.state_dict(), "dtype": torch.float32}
+        model = type(plain).from_pretrained(None, quantization_config=config, **given)
+        for module in model.modules():  # whose kernel for bfloat16 fails in evaluation at these sizes
+            module.support_avx512bf16_for_cpu = False
+        lora: Any = get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear"))
+        model.is_loaded_in_4bit = model.is_quantized = False
+        return lora
     if kind in HYBRIDS | INDEXED:
         return build_stateful(kind, torch.float32)
     return build(kind, **({"output_router_logits": True} if router else {}))
