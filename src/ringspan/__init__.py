@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ringspan.torch.data.cross_entropy import blockwise_cross_entropy
     from ringspan.torch.data.loader import loader, sampler
     from ringspan.torch.data.sharding import shard, unshard
+    from ringspan.torch.data.tree import share_prefixes
     from ringspan.torch.from_pretrained import from_pretrained
     from ringspan.torch.memory.host_optimizer import HostAdamW
     from ringspan.torch.model.tasks.hidden_states import global_sum, shard_features
@@ -46,6 +47,7 @@ _NAMES = {
     "torch.data.cross_entropy": ("blockwise_cross_entropy",),
     "torch.data.loader": ("loader", "sampler"),
     "torch.data.sharding": ("shard", "unshard"),
+    "torch.data.tree": ("share_prefixes",),
     "torch.from_pretrained": ("from_pretrained",),
     "torch.memory.host_optimizer": ("HostAdamW",),
     "torch.model.tasks.hidden_states": ("global_sum", "shard_features"),
@@ -99,6 +101,7 @@ __all__ = [
     "shard",
     "shard_batch",
     "shard_features",
+    "share_prefixes",
     "sliding_window",
     "token_logprobs",
     "tree",

@@ -201,7 +201,7 @@ def learn_from_padding(mesh: Any, labelled: str) -> None:
     batch = {"input_ids": ids, "attention_mask": mask, "labels": ids % 3}
     auto: Any = AutoModelForTokenClassification if labelled == "tokens" else AutoModelForCausalLM
     model = auto.from_config(config_of("llama", num_labels=3, classifier_dropout=0.0)).float()
-    takes_whole_batches(model, mesh, RingConfig(mesh=mesh).step)
+    takes_whole_batches(model, mesh, RingConfig(mesh=mesh))
     if labelled == "loss function" and is_padded:
         trainer: Any = SimpleNamespace(compute_loss_func=len, model=model, ring_mesh=mesh)
         Ring.compute_loss(trainer, model, batch)

@@ -159,7 +159,7 @@ def loss_beside_logits(mesh: Any) -> tuple[float, float]:
     batch = {"input_ids": ids, "labels": ids.masked_fill(ids > 5, -100)}
     with torch.no_grad():
         alone = float(model(**batch).loss)
-        takes_whole_batches(model, mesh, RingConfig(mesh=mesh).step)
+        takes_whole_batches(model, mesh, RingConfig(mesh=mesh))
         with whole_logits(model, wanted=True):
             return alone, float(model(**batch).loss)
 

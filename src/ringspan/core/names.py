@@ -17,6 +17,7 @@ WeightsName = Literal["auto", "whole", "sharded"]  # while generating
 KernelName = Literal["auto", "cudnn", "flash", "flash2", "flash3", "flash4", "triton", "cpu", "eager"]
 JaxKernelName = Literal["xla", "pallas", "triton"]
 LossName = Literal["auto", "blockwise", "liger"]
+PrefixLossName = Literal["once", "each", "none"]  # for the tokens that branches of a tree share
 ReductionName = Literal["sum", "none"]  # of the losses of all tokens
 DtypeName = Literal["float32", "bfloat16"]  # of a training run
 Category = Literal["parameters", "gradients", "optimizer", "activations", "temporaries", "communication"]  # of memory
@@ -34,6 +35,7 @@ WEIGHTS_NAMES: Final[tuple[WeightsName, ...]] = get_args(WeightsName)
 KERNEL_NAMES: Final[tuple[KernelName, ...]] = get_args(KernelName)
 JAX_KERNEL_NAMES: Final[tuple[JaxKernelName, ...]] = get_args(JaxKernelName)
 LOSS_NAMES: Final[tuple[LossName, ...]] = get_args(LossName)
+PREFIX_LOSS_NAMES: Final[tuple[PrefixLossName, ...]] = get_args(PrefixLossName)
 REDUCTION_NAMES: Final[tuple[ReductionName, ...]] = get_args(ReductionName)
 CATEGORIES: Final[tuple[Category, ...]] = get_args(Category)
 

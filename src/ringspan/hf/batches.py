@@ -19,10 +19,11 @@ from torch.nn.functional import cross_entropy
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.core.step_config import StepConfig
 from ringspan.hf.classes import classified
+from ringspan.hf.config import RingConfig
 from ringspan.hf.fused import fused_output, take_fused_forward
 from ringspan.hf.refusals import refuse_loss_options
+from ringspan.hf.shared import SharedRows
 from ringspan.torch.consistency.calls import exchanging, preparing
 from ringspan.torch.data.batch import IGNORED, TAKEN, shard_batch
 from ringspan.torch.data.batch_layout import BatchLayout, Unsharded
@@ -45,6 +46,8 @@ class WholeBatches:
     ring_wants_logits = False
     """True if a pass with labels returns logits too."""
     ring_checkpoint: str
+    ring_min_shared: int | None
+    """Tokens that rows must begin with alike to share them; None if no rows do."""
 
     @torch.compiler.disable(recursive=False)
     def __call__(self: Any, *args: Any, **kwargs: object) -> Any:
@@ -98,7 +101,7 @@ class WholeBatches:
 def takes_whole_batches(
     model: nn.Module,
     mesh: DeviceMesh,
-    config: StepConfig,
+    config: RingConfig,
     autocast: Callable[..., AbstractContextManager[Any]] | None = None,
 ) -> None:
     """Put a model on a ring if needed and let it take whole batches, in place. ``autocast`` makes its contexts."""
@@ -107,9 +110,10 @@ def takes_whole_batches(
     if not _is(base, RingCausalLM):
         devices = [torch.cuda.current_device()] if mesh.device_type == "cuda" else []
         with torch.random.fork_rng(devices):  # what is drawn next is what one process would draw
-            put_on_mesh(model, mesh, config)  # pyright: ignore[reportArgumentType]
+            put_on_mesh(model, mesh, config.step)  # pyright: ignore[reportArgumentType]
     if not _is(base, WholeBatches):
-        mix_in(base, WholeBatches, ring_checkpoint=config.checkpoint, forward=seen_as(plain, type(base).forward))
+        about = {"ring_checkpoint": config.checkpoint, "ring_min_shared": config.min_shared}
+        mix_in(base, WholeBatches, **about, forward=seen_as(plain, type(base).forward))
         for module in base.modules():
             if isinstance(module, FSDPModule):  # the mean over replicas, as of data parallelism
                 module.set_gradient_divide_factor(float(base.ring_mesh["replicate"].size()))
@@ -136,20 +140,28 @@ def whole_logits(model: nn.Module, *, wanted: bool) -> Iterator[None]:
 def _called(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
     whole = {name: kwargs.pop(name) for name in TAKEN if name in kwargs}
     is_fused, count = kwargs.pop("fused_lm_head", False), None
+    least, shared = model.ring_min_shared, None
     with preparing(model.ring_mesh, "a forward pass"):
         count = _counted(kwargs.pop("num_items_in_batch", None))
-        local = shard_batch(whole, model.ring_mesh, layout=model.ring_layout, folds=model.ring_folds)
+        if least is not None:
+            shared = SharedRows(model, whole, least)
+        folds = model.ring_folds
+        local = (
+            shard_batch(whole, model.ring_mesh, layout=model.ring_layout, folds=folds)
+            if shared is None
+            else shared.local
+        )
         if is_fused and "shift_labels" not in local:
             raise UnsupportedError("fused_lm_head=True needs labels")
         if is_fused or "shift_labels" not in local:
             refuse_loss_options(model)
-    ring = model.ring_mesh["ring"]
-    length = whole["input_ids"].shape[1]
-    documents = local.get("document_lengths")
-    layout = BatchLayout.of(model.ring_layout, length, ring.size(), documents, model.ring_folds)
 
-    def gathered(local: Tensor) -> Tensor:
-        return Unsharded.apply(local, layout, ring.get_group())
+    def gathered(part: Tensor) -> Tensor:
+        if shared is not None:
+            return shared.of_targets(part) if is_fused else shared.of_tokens(part)
+        length, ring = whole["input_ids"].shape[1], model.ring_mesh["ring"]
+        layout = BatchLayout.of(model.ring_layout, length, ring.size(), local.get("document_lengths"), folds)
+        return Unsharded.apply(part, layout, ring.get_group())
 
     if is_fused:
         output = fused_output(model, lambda **asked: call(**local, **asked, **kwargs), gathered, count)
@@ -166,9 +178,10 @@ def _called(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any
             output.loss = output.loss * torch.nan  # 0/0, as on one process
         return output
     local.pop("shift_labels", None)
+    of_tree = local.pop("tree_targets", None)
     output: Any = call(**local, **kwargs)
     if targets is not None:
-        loss = _loss_of(model, output, targets, count)
+        loss = _loss_of(model, output, targets, count, of_tree)
         output = _with_loss(output, _of_replica(model, loss, is_counted=count is not None))
     logits = output.logits.float() if model.ring_autocast is not None else output.logits
     output.logits = gathered(logits)
@@ -193,12 +206,12 @@ def _of_replica(model: Any, loss: Tensor, *, is_counted: bool) -> Tensor:
     return loss.detach() * value + (loss - loss.detach()) * gradient
 
 
-def _loss_of(model: Any, output: Any, targets: Tensor, count: int | None) -> Tensor:
+def _loss_of(model: Any, output: Any, targets: Tensor, count: int | None, of_tree: Tensor | None) -> Tensor:
     """Compute the evaluation loss over all replicas from local logits (B, T, V); NaN without targets."""
-    losses = cross_entropy(
-        output.logits.float().flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="sum"
-    )
-    sums = _everywhere(model, torch.stack((losses.detach().double(), (targets != IGNORED).sum().double())))
+    logits = (output.logits if of_tree is None else output.logits[:, of_tree[:, 0]]).float()
+    losses = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none").detach()
+    weights = (targets != IGNORED).flatten() if of_tree is None else of_tree[:, 2]
+    sums = _everywhere(model, torch.stack(((losses * weights).double().sum(), weights.double().sum())))
     loss = (sums[0] / (sums[1] if count is None else count)).to(losses.dtype)
     if getattr(output, "aux_loss", None) is not None:
         loss = loss + getattr(model, model.ring_router.coefficient) * output.aux_loss

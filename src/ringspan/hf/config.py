@@ -7,6 +7,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.core.errors import ConfigError
+from ringspan.core.messages.numbers import check_whole
 from ringspan.core.names import BalanceName
 from ringspan.core.step_config import StepConfig
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
@@ -24,6 +25,9 @@ class RingConfig(StepConfig):
         mesh: an existing one, as for ``parallelize``, in place of the three sizes.
         balance: ``flops`` moves examples within each step, which keeps its loss, so that replicas have equal work; for
             Trainer and SFT.
+        shared_prefix: compute the shared beginnings of a batch's rows once, such as the prompt of a group of answers,
+            or of a chosen and a rejected one; losses, metrics and weights stay the same.
+        min_shared_tokens: the shortest beginning that rows share.
 
     Raises:
         ConfigError: an unknown ``balance``; when a trainer is made, sizes that do not give the number of ranks.
@@ -34,10 +38,13 @@ class RingConfig(StepConfig):
     tp: int = 1
     mesh: DeviceMesh | None = None
     balance: BalanceName = "none"
+    shared_prefix: bool = False
+    min_shared_tokens: int = 64
 
     def __post_init__(self) -> None:
         if self.balance not in get_args(BalanceName):
             raise ConfigError(f"balance={self.balance!r}; use one of {', '.join(get_args(BalanceName))}")
+        check_whole("min_shared_tokens", self.min_shared_tokens)
         if isinstance(self.compute_dtype, torch.dtype):  # as ``parallelize`` takes it
             object.__setattr__(self, "compute_dtype", str(self.compute_dtype).removeprefix("torch."))
 
@@ -50,6 +57,11 @@ class RingConfig(StepConfig):
     def replicas(self) -> int:
         """Rings that take different examples."""
         return self.replicate if self.mesh is None else ring_mesh(self.mesh)["replicate"].size()
+
+    @property
+    def min_shared(self) -> int | None:
+        """Fewest tokens that rows share; None if they share none."""
+        return self.min_shared_tokens if self.shared_prefix else None
 
     @property
     def step(self) -> StepConfig:

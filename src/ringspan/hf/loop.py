@@ -76,7 +76,7 @@ def ring_accelerator(ring: RingConfig | None = None, **options: Any) -> "LoopAcc
         )
     if made.dataloader_config.dispatch_batches:
         raise UnsupportedError("leave dispatch_batches=True out: each rank reads its replica's batches")
-    ours: Any = count_rings(made, config.make_mesh(), config.step)
+    ours: Any = count_rings(made, config.make_mesh(), config)
     ours.__class__ = LoopAccelerator
     return ours
 

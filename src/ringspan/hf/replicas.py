@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.hf.batches import takes_whole_batches
+from ringspan.hf.config import RingConfig
 from ringspan.hf.seams import note_prepared
 from ringspan.torch.consistency.calls import exchanging
 from ringspan.torch.data.batch import IGNORED
@@ -27,7 +28,7 @@ class RingAccelerator(Accelerator):
     """Mix-in of ``count_rings`` for an accelerator. ``is_main_process`` and the like still concern processes."""
 
     ring_mesh: DeviceMesh
-    ring_config: Any
+    ring_config: RingConfig
 
     @property
     def num_processes(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -129,7 +130,7 @@ def without_repeats(accelerator: RingAccelerator, inputs: Any) -> Any:
     return {**inputs, "labels": labels.masked_fill(is_repeated, IGNORED)}
 
 
-def count_rings(accelerator: Accelerator, mesh: DeviceMesh, config: object) -> RingAccelerator:
+def count_rings(accelerator: Accelerator, mesh: DeviceMesh, config: RingConfig) -> RingAccelerator:
     ours: Any = accelerator
     ours.__class__ = RingAccelerator
     ours.ring_mesh, ours.ring_config = mesh, config

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import seed_worker
 
+from ringspan.core.errors import UnsupportedError
 from ringspan.hf.agreed import agree_on
 from ringspan.hf.balance import balance_steps
 from ringspan.hf.batches import takes_whole_batches, whole_logits
@@ -99,7 +100,7 @@ class RingTrainerMixin(TrainerSeams):
         self.ring_mesh: DeviceMesh = self.ring.make_mesh()
         if self.args.ddp_timeout != TrainingArguments.ddp_timeout:  # which a group that is there, or on CPUs, lacks
             wait_for(self.ring_mesh, self.args.ddp_timeout)
-        self.accelerator = count_rings(self.accelerator, self.ring_mesh, self.ring.step)
+        self.accelerator = count_rings(self.accelerator, self.ring_mesh, self.ring)
         count_generations(self.args, self.accelerator.num_processes)
         if self.model is not None:
             self._put_on_ring(self.model)
@@ -111,7 +112,9 @@ class RingTrainerMixin(TrainerSeams):
 
     def _put_on_ring(self: Any, model: nn.Module) -> None:
         autocast = self.accelerator.autocast if self.accelerator.native_amp else None
-        takes_whole_batches(model, self.ring_mesh, self.ring.step, autocast)
+        takes_whole_batches(model, self.ring_mesh, self.ring, autocast)
+        if self.ring.shared_prefix and classifies(model):
+            raise UnsupportedError("shared_prefix=True is for models that predict tokens, not labels; leave it out")
 
     def get_train_dataloader(self: Any) -> Any:
         """Return Trainer's batches, the same within a ring; random draws of workers are by replica too."""

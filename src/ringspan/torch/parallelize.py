@@ -42,6 +42,7 @@ from ringspan.torch.model.adapters import adapter_facts, base_of, put_on_ring
 from ringspan.torch.model.attention.function import register_attention
 from ringspan.torch.model.attention.indexed import choosing_modules, take_over_index
 from ringspan.torch.model.attention.own import take_over_attention
+from ringspan.torch.model.attention.support import why_no_tree
 from ringspan.torch.model.config_changes import copy_configs, deciding_fields
 from ringspan.torch.model.recurrent import hook_stateful
 from ringspan.torch.model.tasks.causal_lm import RingCausalLM
@@ -274,6 +275,7 @@ def _call_over_ring(parts: Parts, mesh: DeviceMesh, config: StepConfig) -> None:
         ring_head=None if parts.head is None else kind_of_head(parts.head),
         ring_head_parts=parts.head_parts,
         ring_stateful=bool(view.stateful),
+        ring_no_tree=f"folds={config.folds}" if config.folds > 1 else why_no_tree(view),
         ring_compiled=config.compile is not False,
         ring_router=parts.router,
         ring_media=parts.media,

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ringspan as rs
+from ringspan.core.geometry.tree import Tree
 from ringspan.core.schedule.schedule import make_schedule
 from tests.fuzz import examples
 
@@ -16,10 +17,12 @@ def trees(draw: st.DrawFn) -> tuple[list[int], list[int]]:
     return lengths, [draw(st.integers(-1, number - 1)) for number in range(len(lengths))]
 
 
-@given(given_tree=trees(), window=st.none() | st.integers(1, 9))
+@given(given_tree=trees(), window=st.none() | st.integers(1, 9), chunk=st.integers(1, 6))
 @examples(200)
-def test_any_tree_is_its_branches(given_tree, window):
+def test_any_tree_is_its_branches(given_tree, window, chunk):
     lengths, parents = given_tree
+    whole = Tree(tuple(lengths), tuple(parents))
+    in_chunks = np.zeros((sum(lengths), sum(lengths)), np.bool_)
     starts = np.cumsum([0, *lengths]).tolist()
     expected = np.zeros((starts[-1], starts[-1]), np.bool_)
     for number in range(len(lengths)):
@@ -29,9 +32,13 @@ def test_any_tree_is_its_branches(given_tree, window):
             segment = parents[segment]
         for place in range(len(branch) - lengths[number], len(branch)):
             expected[branch[place], branch[: place + 1][-(window or place + 1) :]] = True
+            in_chunks[branch[place], branch[place - place % chunk : place + 1]] = True
+            assert whole.positions(starts[-1] + 2)[branch[place]] == place
+            assert whole.before()[branch[place]] == (branch[place - 1] if place else -1)
     mask = rs.tree(lengths, parents, window=window)
     everywhere = np.arange(starts[-1])
     assert (mask.dense(everywhere, everywhere) == expected).all()
+    assert (whole.mask(chunk=chunk).dense(everywhere, everywhere) == in_chunks).all()
     assert rs.tree(lengths, [-1] * len(lengths), window=window) == rs.documents(lengths, window=window)
 
 

@@ -10,6 +10,7 @@ from ringspan.core.geometry.layout import CustomLayout, Layout
 from ringspan.core.geometry.mask import FORMS, Mask, documents
 from ringspan.core.geometry.pairs import stretches
 from ringspan.core.geometry.placing import Placing
+from ringspan.core.geometry.tree import Tree
 from ringspan.core.messages.numbers import described, integer, is_a
 from ringspan.core.names import BATCH_LAYOUT_NAMES, BatchLayoutName, find_name
 
@@ -37,9 +38,9 @@ def balanced(mask: Mask, *, length: int, ranks: int, chunk_tokens: int = CHUNK_T
 
 
 def batch_layout(
-    name: BatchLayoutName, length: int, ranks: int, documents_of: Sequence[int] | None = None, folds: int = 1
+    name: BatchLayoutName, length: int, ranks: int, documents_of: Sequence[int] | Tree | None = None, folds: int = 1
 ) -> Layout:
-    """Return the named layout, or the ``balanced`` one for these documents (default: one)."""
+    """Return the named layout, or the ``balanced`` one for these documents (default: one) or this tree."""
     if not is_a(name, str):
         raise LayoutError(f"a layout's name must be one of {', '.join(BATCH_LAYOUT_NAMES)}, got {described(name)}")
     known = find_name("layout", name, BATCH_LAYOUT_NAMES, LayoutError)
@@ -47,6 +48,8 @@ def batch_layout(
         return folded_layout(name, length, ranks, folds)
     if known != "balanced":
         return Layout(name, length, ranks)  # pyright: ignore[reportArgumentType]
+    if isinstance(documents_of, Tree):
+        return balanced(documents_of.mask(), length=sum(documents_of.lengths), ranks=ranks)
     return balanced(documents(documents_of or (length,)), length=sum(documents_of or (length,)), ranks=ranks)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 
@@ -37,6 +38,73 @@ def tree(lengths: Iterable[int], parents: Iterable[int], *, window: int | None =
     return Mask(regions, f"tree of {len(parents)} segments" + (f" & window:{window}" if window else ""))
 
 
+class Tree(NamedTuple):
+    """Lengths and parents of a tree's segments, as ``tree`` takes them."""
+
+    lengths: tuple[int, ...]
+    parents: tuple[int, ...]
+
+    @property
+    def starts(self) -> list[int]:
+        """Positions of the segments' first tokens in their branches."""
+        return _branch_starts(self.lengths, self.parents)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest branch."""
+        return max(start + length for start, length in zip(self.starts, self.lengths, strict=True))
+
+    @property
+    def leaves(self) -> list[int]:
+        """Numbers of branches that run through each segment."""
+        counts = [0] * len(self.parents)
+        for number in reversed(range(len(counts))):
+            counts[number] = counts[number] or 1
+            if self.parents[number] >= 0:
+                counts[self.parents[number]] += counts[number]
+        return counts
+
+    def positions(self, length: int) -> np.ndarray:
+        """Return each token's position in its branch; what pads the row to ``length`` counts on."""
+        moved = np.array(self.starts) - np.cumsum([0, *self.lengths[:-1]])
+        moved = np.repeat(moved, self.lengths)
+        return np.arange(length) + np.pad(moved, (0, length - len(moved)), mode="edge")
+
+    def before(self) -> np.ndarray:
+        """Return the place of the token before each one in its branch; -1 before the first."""
+        places, ends = np.arange(-1, sum(self.lengths) - 1), np.cumsum(self.lengths)
+        for length, parent, end in zip(self.lengths, self.parents, ends, strict=True):
+            places[end - length] = ends[parent] - 1 if parent >= 0 else -1
+        return places
+
+    def mask(self, window: int | None = None, chunk: int | None = None) -> Mask:
+        """Return the mask, with a window, or in chunks of ``chunk`` positions that no query sees beyond."""
+        return tree(*(self if chunk is None else self._in_chunks(chunk)), window=window)
+
+    def _in_chunks(self, chunk: int) -> "Tree":
+        """Cut segments where chunks begin; within a chunk a piece continues its parent's last one."""
+        lengths: list[int] = []
+        parents: list[int] = []
+        last: list[int] = []
+        for length, parent, start in zip(self.lengths, self.parents, self.starts, strict=True):
+            before = last[parent] if start % chunk else -1
+            for first in (start, *range(start + chunk - start % chunk, start + length, chunk)):
+                lengths.append(min(start + length, first + chunk - first % chunk) - first)
+                parents.append(before)
+                before = -1
+            last.append(len(lengths) - 1)
+        return Tree(tuple(lengths), tuple(parents))
+
+
+def _branch_starts(lengths: Iterable[int], parents: Iterable[int]) -> list[int]:
+    starts: list[int] = []
+    stops: list[int] = []
+    for length, parent in zip(lengths, parents, strict=True):
+        starts.append(stops[parent] if parent >= 0 else 0)
+        stops.append(starts[-1] + length)
+    return starts
+
+
 class _Segments:
     """Segments by their end in storage; a run is a stored chain of segments: one causal region."""
 
@@ -70,10 +138,7 @@ class _Segments:
                     yield Region(start, stop, self.ends[keys[0]], self.ends[keys[-1] + 1])
 
     def shared_within(self, window: int) -> Iterator[Region]:
-        place = [0] * len(self.parents)  # of a segment's first token in its branch
-        for number, parent in enumerate(self.parents):
-            if parent >= 0:
-                place[number] = place[parent] + self.ends[parent + 1] - self.ends[parent]
+        place = _branch_starts(np.diff(self.ends).tolist(), self.parents)
         for run in self.runs:
             start, stop, parent = self.ends[run[0]], self.ends[run[-1] + 1], self.parents[run[0]]
             while parent >= 0:

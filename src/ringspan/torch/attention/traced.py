@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.geometry.mask import Mask, Region, causal, documents, sliding_window
+from ringspan.core.geometry.tree import Tree
 from ringspan.core.names import CommDtypeName, KernelName
 from ringspan.torch.attention import op
 from ringspan.torch.attention.request import Request, checked, in_autocast
@@ -37,7 +38,7 @@ def layer_attention(
     comm_dtype: CommDtypeName,
     kernel: KernelName,
 ) -> Tensor:
-    """Compute ``ring_attention`` of sequences with document ``lengths`` (B, most documents), 0 after the last."""
+    """Compute ``ring_attention`` of sequences with ``lengths`` as ``rows_of`` takes them; None if one document."""
     q, k, v = in_autocast(q, k, v)
     asked = AttentionSpec(
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
@@ -52,20 +53,41 @@ def layer_attention(
     return out
 
 
+Segments = tuple[int, ...] | Tree
+"""A sequence's documents, by their lengths, or its tree."""
+
+
+def rows_of(lengths: Tensor) -> list[Segments]:
+    """Return each sequence's documents or tree.
+
+    ``lengths`` is (B, most documents), 0 after the last one, or of trees (B, segments, 2): lengths and parents.
+    """
+    if lengths.ndim == 3:
+        return [Tree(*map(tuple, row)) for row in lengths.mT.tolist()]
+    return [tuple(length for length in row if length) for row in lengths.tolist()]
+
+
+def ends_of(lengths: Tensor) -> Tensor:
+    """Return the tokens (B, 1) of each sequence's documents or tree."""
+    return (lengths if lengths.ndim == 2 else lengths[..., 0]).sum(1, keepdim=True)
+
+
 @lru_cache(maxsize=64)
 def mask_of(
     length: int,
-    lengths: tuple[int, ...] | None,
+    lengths: Segments | None,
     window: int | None,
     chunk: int | None,
     blocks: tuple[tuple[int, int], ...] = (),
 ) -> Mask:
-    """Return the mask of documents of ``lengths``, in a ``window`` or a ``chunk``, or both ways in ``blocks``."""
+    """Return the mask of documents or a tree, in a ``window`` or a ``chunk``, or both ways in ``blocks``."""
     if blocks:
         assert chunk is None, "no model has both"
         before = mask_of(length, lengths, window, chunk)
         later = (Region(start, stop, start, stop, hi=-1) for start, stop in blocks)
         return Mask((*before.regions, *later), f"({before} | {len(blocks)} blocks)")
+    if isinstance(lengths, Tree):
+        return lengths.mask(window, chunk)
     if chunk is not None:
         pieces = ((*[chunk] * (each // chunk), each % chunk) for each in lengths or (length,))
         return documents(piece for some in pieces for piece in some if piece)
@@ -132,7 +154,7 @@ def _attentions(
     length = q.shape[2] * (1 if group is None else dist.get_world_size(group))
     found: list[Any] = [None]
     if lengths is not None:
-        found = [tuple(each for each in row if each) for row in lengths.tolist()]
+        found = [*rows_of(lengths)]
         found = found[:1] if len(set(found)) == 1 else found
     for row, of_row in enumerate(found):
         layout = asked.layout

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.messages.numbers import integer
+from ringspan.torch.attention.traced import ends_of
 from ringspan.torch.consistency.calls import exchanging, meeting
 from ringspan.torch.consistency.fixed import calling_parts, check_fixed, keeping_buffers, known_parameters
 from ringspan.torch.consistency.loop_watch import in_call
 from ringspan.torch.consistency.optimizers import optimizer_facts
 from ringspan.torch.data.batch import IGNORED, positions_of
 from ringspan.torch.data.batch_layout import BatchLayout
+from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.positions import beyond_table
 from ringspan.torch.layers.router_loss import wanted_router
 from ringspan.torch.layers.view import RingModel, decoder_on_ring
@@ -77,6 +79,8 @@ def check_forward(
         targets = arguments.get("shift_labels")
         facts.alike, facts.alike_in_ring = _facts(model, arguments, others), _facts_of_ring(arguments)
         facts.targets = 0 if targets is None else int((targets != IGNORED).sum())
+        if (of_tree := arguments.get("tree_targets")) is not None:
+            facts.targets = int(of_tree[:, 2].sum())
     tokens = arguments["input_ids"].shape[1] * model.ring_mesh["ring"].size()
     defaults = {"num_items_in_batch": facts.targets, "sequence_length": tokens}
     given = {name: value for name, value in arguments.items() if value is not None}
@@ -157,20 +161,25 @@ def _check_batch(
             f"real_tokens has shape {tuple(real_tokens.shape)}, input_ids {tuple(input_ids.shape)}; make the batch "
             "with rs.shard_batch"
         )
+    if document_lengths is not None and document_lengths.ndim == 3 and model.ring_no_tree:
+        raise UnsupportedError(
+            f"a tree of segments is not supported for {class_name(model)}, which has {model.ring_no_tree}; give it "
+            "separate rows"
+        )
     ring = model.ring_mesh["ring"]
     tokens = ring.size() * input_ids.shape[1]
     split = BatchLayout.of(model.ring_layout, tokens, ring.size(), document_lengths, model.ring_folds)
     inputs, labels = model.ring_vocabularies
     longest = split.shared.length if sequence_length is None else int(sequence_length)
     # Where the longest is a whole row, positions may count over rows, as behind padding on the left.
-    is_whole = document_lengths is not None and longest == int(document_lengths.sum(1).max())
+    is_whole = document_lengths is not None and longest == int(ends_of(document_lengths).max())
     counted = [document_lengths, None] if is_whole else [document_lengths]
     _check_layout(model, position_ids, layout_digest, split, counted)
     check_entries("input_ids", input_ids, inputs)
     check_media(model, media, input_ids, document_lengths)
     if model.ring_skipped is not None:
         rows = split.positions(ring.get_local_rank()).to(input_ids.device)
-        ends = longest if document_lengths is None else document_lengths.sum(1, keepdim=True).to(input_ids.device)
+        ends = longest if document_lengths is None else ends_of(document_lengths).to(input_ids.device)
         _check_skipped(model.ring_skipped, input_ids, rows < ends if real_tokens is None else real_tokens)
     if error := beyond_table(model, decoder_on_ring(model), longest):
         raise error

@@ -9,14 +9,15 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.core.names import BatchLayoutName
+from ringspan.core.geometry.tree import Tree
+from ringspan.core.names import BatchLayoutName, PrefixLossName
+from ringspan.torch.attention.traced import rows_of
 from ringspan.torch.data.batch_layout import BatchLayout
 from ringspan.torch.data.media import MEDIA, media_of
-from ringspan.torch.data.padding import behind_padding, real_tokens, refuse_targets_of_padding
+from ringspan.torch.data.padding import IGNORED, behind_padding, real_tokens, refuse_targets_of_padding
+from ringspan.torch.data.tree import SEGMENTS, shard_segments
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
 from ringspan.torch.transport.digest import digest_integers
-
-IGNORED: Final = -100  # the label of a token without a target, as in transformers and torch
 
 # What ``shard_batch`` returns.
 SHARDED: Final = frozenset(
@@ -30,6 +31,7 @@ SHARDED: Final = frozenset(
         "real_tokens",
         "sequence_length",
         "shift_labels",
+        "tree_targets",
     }
 )
 
@@ -37,7 +39,7 @@ _INTEGERS: Final = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int
 # What collators that flatten a batch into one row say of its documents.
 _FLATTENED: Final = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 # What ``shard_batch`` takes.
-TAKEN: Final = MEDIA | {"input_ids", "labels", "shift_labels", "attention_mask", "position_ids", *_FLATTENED}
+TAKEN: Final = MEDIA | SEGMENTS | {"input_ids", "labels", "shift_labels", "attention_mask", "position_ids", *_FLATTENED}
 
 
 def shard_batch(
@@ -47,6 +49,7 @@ def shard_batch(
     layout: BatchLayoutName = "zigzag",
     folds: int = 1,
     device: torch.device | None = None,
+    prefix_loss: PrefixLossName = "once",
 ) -> dict[str, Any]:
     """Return this rank's part of a Hugging Face batch, ready for a model that ``parallelize`` prepared.
 
@@ -59,11 +62,15 @@ def shard_batch(
             ``position_ids`` (B, S) or (S,), from 0 for each packed document; of flattened batches (transformers, TRL)
             ``cu_seq_lens_q`` and ``cu_seq_lens_k`` (documents + 1,), ``max_length_q`` and ``max_length_k``, ``seq_idx``
             (1, S). Images and videos of docs/multimodal.md by the names of transformers' processors (``pixel_values``,
-            ``image_grid_thw``, ...), best on the CPU. None entries are left out.
+            ``image_grid_thw``, ...), best on the CPU. Or a tree: ``input_ids`` (1, S), ``labels``,
+            ``segment_lengths`` and ``segment_parents`` (segments,), as of ``rs.tree``; positions count along branches,
+            and a parent's last token predicts the first of each child. None entries are left out.
         mesh: the mesh of the model.
         layout: as given to ``parallelize``. ``balanced`` makes one for the documents of each sequence.
         folds: as given to ``parallelize``.
         device: of the result; that of ``input_ids`` if None.
+        prefix_loss: count targets in segments that others continue ``once``, once in ``each`` branch, as separate
+            rows do, or not at all (``none``).
 
     Returns:
         ``input_ids``, ``position_ids`` (int32) and, given labels, ``shift_labels``, each (B, T); ``document_lengths``
@@ -71,6 +78,8 @@ def shard_batch(
         with the tokens after it; ``real_tokens`` (B, T) if there is padding, for expert routers; ``sequence_length``,
         of the longest document or row, on the CPU; ``media``; ``batch_digest`` of tokens, targets, documents, padding
         (and ``media``) and ``layout_digest``, to check that ranks got the same batch, and the model's layout.
+        Of a tree, ``document_lengths`` are lengths and parents (1, segments, 2), ``shift_labels`` (1, R) this rank's
+        targets, ``tree_targets`` (R, 3) their local tokens, places in the row and weights.
 
     Raises:
         UnsupportedError: keys, masks or positions that cannot be honoured, by name.
@@ -90,6 +99,10 @@ def shard_batch(
         raise UnsupportedError(
             f"input_ids must be int64 or int32 (batch, tokens), got {tokens.dtype} of shape {tuple(tokens.shape)}"
         )
+    if not SEGMENTS.isdisjoint(batch):
+        if folds > 1:
+            raise UnsupportedError(f"a tree of segments is not supported in folds={folds}; use folds=1")
+        return shard_segments(batch, mesh, layout, device, prefix_loss)
     real = real_tokens(batch)
     targets = targets_of(batch, real)
     lengths = _document_lengths(batch["position_ids"], tokens) if "position_ids" in batch else None
@@ -215,7 +228,10 @@ def positions_of(split: BatchLayout, rank: int, lengths: Tensor | None, rows: in
 
 
 def document_positions(lengths: Tensor, length: int) -> Tensor:
-    """Return each token's position in its document; padding at the end counts on. Shape (B, length)."""
+    """Return each token's position in its document or branch; padding at the end counts on. Shape (B, length)."""
+    if lengths.ndim == 3:
+        found = [torch.from_numpy(tree.positions(length)) for tree in rows_of(lengths) if isinstance(tree, Tree)]
+        return torch.stack(found).to(lengths.device)
     everywhere = torch.arange(length, device=lengths.device)
     ends = lengths.cumsum(1)
     starts = torch.cat((torch.zeros_like(ends[:, :1]), ends), 1)

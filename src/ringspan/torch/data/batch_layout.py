@@ -12,6 +12,7 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.names import BatchLayoutName
+from ringspan.torch.attention.traced import rows_of
 from ringspan.torch.data.sharding import shard, unshard
 from ringspan.torch.transport.digest import digest_integers
 
@@ -26,12 +27,12 @@ class BatchLayout:
     def of(
         cls, name: BatchLayoutName, length: int, ranks: int, lengths: Tensor | None, folds: int = 1
     ) -> "BatchLayout":
-        """Make a layout for documents of these lengths (B, documents); UnsupportedError for ``balanced`` without."""
+        """Make a layout for these documents or trees (``rows_of``); UnsupportedError for ``balanced`` without."""
         if name != "balanced":
             return cls((batch_layout(name, length, ranks, folds=folds),))
         if lengths is None:
             raise UnsupportedError("layout 'balanced' needs document_lengths; make the batch with rs.shard_batch")
-        rows = [tuple(each for each in row if each) for row in lengths.tolist()]
+        rows = rows_of(lengths)
         rows = rows[:1] if len(set(rows)) == 1 else rows
         return cls(tuple(batch_layout(name, length, ranks, row) for row in rows))
 

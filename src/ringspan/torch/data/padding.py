@@ -1,11 +1,14 @@
 """Padding tokens of a whole batch, from its attention_mask."""
 
 from collections.abc import Mapping
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from ringspan.core.errors import UnsupportedError
+
+IGNORED: Final = -100  # the label of a token without a target, as in transformers and torch
 
 
 def marked_tokens(attention_mask: Tensor) -> Tensor:

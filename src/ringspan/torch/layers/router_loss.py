@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.torch.attention.traced import ends_of
 from ringspan.torch.data.batch_layout import BatchLayout
 from ringspan.torch.layers.blockwise.blocks import RouterRecorder
 from ringspan.torch.layers.blockwise.head import input_size, output_size
@@ -114,7 +115,7 @@ def real_tokens_of(model: RingModel, positions: Tensor, length: int, document_le
     ring = model.ring_mesh["ring"]
     split = BatchLayout.of(model.ring_layout, ring.size() * positions.shape[1], ring.size(), document_lengths)
     everywhere = split.positions(ring.get_local_rank()).to(positions.device)
-    ends: Any = length if document_lengths is None else document_lengths.sum(1, keepdim=True)
+    ends: Any = length if document_lengths is None else ends_of(document_lengths)
     return (everywhere < ends).expand(positions.shape)
 
 

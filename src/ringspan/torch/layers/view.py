@@ -87,6 +87,8 @@ class RingModel(_Model):
     """Kind of head tried out last."""
     ring_stateful: bool
     """True if layers have states or convolutions."""
+    ring_no_tree: str
+    """Why no tree of segments; empty if it takes one."""
     ring_compiled: bool
     """True if layers are compiled."""
     ring_router: Any

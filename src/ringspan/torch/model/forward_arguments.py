@@ -16,6 +16,7 @@ T = TypeVar("T")
 HONOURED: Final = frozenset((
     "batch_digest", "document_lengths", "input_ids", "layout_digest", "media", "num_items_in_batch",
     "output_router_logits", "position_ids", "real_tokens", "sequence_length", "shift_labels",
+    "tree_targets",
 ))  # fmt: skip
 
 # Arguments that have one possible value on a ring, beside None for the default.

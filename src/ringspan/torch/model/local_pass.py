@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.core.geometry.tree import Tree
+from ringspan.torch.attention.traced import Segments, ends_of, rows_of
 from ringspan.torch.data.batch import positions_of
 from ringspan.torch.data.batch_layout import BatchLayout
 from ringspan.torch.data.media import Media
@@ -70,7 +72,7 @@ def local_hidden_states(
 
 
 class Packed:
-    """Documents of each sequence, local positions in them, and blocks seen both ways, on their way to the layers."""
+    """Documents or tree of each sequence, local positions, and blocks seen both ways, on their way to the layers."""
 
     def __init__(
         self, model: RingModel, lengths: Tensor | None, positions: Tensor, blocks: Sequence[Blocks] | None = None
@@ -81,11 +83,11 @@ class Packed:
         self.split: BatchLayout | None = None
         """Where that is not the model's named one on as many tokens."""
         if model.ring_layout == "balanced" and lengths is not None:
-            whole, ranks = int(lengths.sum(1).max()), model.ring_mesh["ring"].size()
+            whole, ranks = int(ends_of(lengths).max()), model.ring_mesh["ring"].size()
             self.split = BatchLayout.of(model.ring_layout, whole, ranks, lengths)
-        rows: list[tuple[int, ...] | None] = [None] * len(blocks or ())
+        rows: list[Segments | None] = [None] * len(blocks or ())
         if lengths is not None:
-            rows = [tuple(length for length in row if length) for row in lengths.tolist()]
+            rows = [*rows_of(lengths)]
         pairs = [*zip(rows, blocks or [()] * len(rows), strict=True)]
         pairs = pairs[:1] if len(set(pairs)) == 1 else pairs  # alike for all sequences: one attention does
         self.rows, self.blocks = [row for row, _ in pairs], [block for _, block in pairs]
@@ -101,7 +103,8 @@ def _sequences(model: RingModel, tokens: int, packed: Packed | None, fold: Fold 
     split = split or BatchLayout.of(model.ring_layout, tokens * ring.size(), ring.size(), None)
     starts = ((0,),)
     if packed is not None and packed.lengths is not None:
-        starts = tuple(starts_of([row for row in packed.rows if row is not None]))
+        # No layer that asks for them takes a tree.
+        starts = tuple(starts_of([row for row in packed.rows if row and not isinstance(row, Tree)])) or starts
     return SequencePass(split.rows, ring.get_group(), starts, packed, fold=fold)
 
 

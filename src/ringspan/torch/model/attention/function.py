@@ -15,7 +15,7 @@ from ringspan.core.step_config import StepConfig
 from ringspan.torch.attention.cached import Turn, current_turn
 from ringspan.torch.attention.op import attend_to
 from ringspan.torch.attention.request import Request, in_autocast
-from ringspan.torch.attention.traced import layer_attention, mask_of
+from ringspan.torch.attention.traced import Segments, layer_attention, mask_of
 from ringspan.torch.kernels.contract import Scores
 from ringspan.torch.layers.cache_names import NAMES
 from ringspan.torch.layers.decoder import LayerKind
@@ -177,7 +177,7 @@ def _over_ring(
 
 
 def _rows(packed: Packed | None, length: int, kind: LayerKind, config: StepConfig) -> list[Rows]:
-    documents_of: Sequence[tuple[int, ...] | None] = (None,)
+    documents_of: Sequence[Segments | None] = (None,)
     blocks_of: Sequence[Blocks] = ((),)
     split = None
     if packed:

@@ -16,6 +16,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOut
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.names import ReductionName
+from ringspan.torch.attention.traced import ends_of
 from ringspan.torch.consistency.fixed import Fixed
 from ringspan.torch.consistency.forward import agreeing, check_forward, in_pass, recovering
 from ringspan.torch.consistency.loop_watch import watch_backward
@@ -101,6 +102,7 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
         layout_digest: Tensor | None = None,
         real_tokens: Tensor | None = None,
         media: Media | None = None,
+        tree_targets: Tensor | None = None,
         output_router_logits: bool | None = None,
         labels: Tensor | None = None,
         attention_mask: Tensor | None = None,
@@ -111,7 +113,8 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
         ``document_lengths`` (B, documents), padded with 0: tokens see only their own document, positions count within
         it. ``sequence_length``: of the longest document. ``output_router_logits``, from the config when None, adds the
         auxiliary loss over all ranks' ``real_tokens`` (B, T), all but the layout's padding when None. ``media`` are the
-        whole batch's. ``ring_asked`` in ``kwargs``: log-probabilities for ``token_logprobs``, or a ``PerToken``.
+        whole batch's, ``tree_targets`` (R, 3) a tree's. ``ring_asked`` in ``kwargs``: log-probabilities for
+        ``token_logprobs``, or a ``PerToken``.
         ``labels`` and ``attention_mask`` raise in ``__call__``; Trainer keeps the data columns named here, and
         ``shard_batch`` takes both. ``ring_fold`` is the fold of these tokens.
 
@@ -130,10 +133,13 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
         with recording as scores:
             fold: Any = kwargs.get("ring_fold")
             hidden = local_hidden_states(self, input_ids, position_ids, longest, document_lengths, media, fold)
+        if tree_targets is not None:  # several of one hidden state where branches begin
+            hidden = hidden[:, tree_targets[:, 0]]
         if is_scored:
             assert shift_labels is not None, "checked by __call__"
-            whole = longest if document_lengths is None else int(document_lengths.sum(1).max())
-            return watch_backward(_logprobs(self, hidden, shift_labels, whole, document_lengths))
+            whole = longest if document_lengths is None else int(ends_of(document_lengths).max())
+            found = _logprobs(self, hidden, shift_labels, whole, document_lengths, tree_targets)
+            return watch_backward(found)
         auxiliary = None
         if router is not None:
             if real_tokens is None:
@@ -145,7 +151,8 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
         if shift_labels is None:
             logits = finished_logits(head_of(self)(hidden), self.ring_loss.logit_scale, self.ring_loss.softcap)
             return _output(auxiliary, logits=logits)
-        loss = _loss(self, hidden, shift_labels, int(num_items_in_batch))
+        weights = None if tree_targets is None else tree_targets[:, 2]
+        loss = _loss(self, hidden, shift_labels, int(num_items_in_batch), weights)
         if router is not None and auxiliary is not None:
             loss = loss + getattr(self, router.coefficient) * auxiliary
         return _output(auxiliary, loss=watch_backward(loss))
@@ -155,18 +162,30 @@ _SIGNATURE: Final = inspect.signature(RingCausalLM.forward)
 
 
 @torch.compiler.disable()
-def _loss(model: RingModel, hidden: Tensor, targets: Tensor, count: int) -> Tensor:
+def _loss(model: RingModel, hidden: Tensor, targets: Tensor, count: int, weights: Tensor | None = None) -> Tensor:
     # Evaluation is plain cross-entropy, whatever training adds to it.
-    total = _cross_entropy(model, hidden, targets, model.ring_loss if model.training else _plain(model), "sum")
+    options = model.ring_loss if model.training else _plain(model)
+    if weights is None or bool((weights <= 1).all()):
+        total = _cross_entropy(model, hidden, targets, options, "sum")
+    else:
+        total = (_cross_entropy(model, hidden, targets, options, "none") * weights).sum()
     return Sum.apply(total / max(count, 1), _groups(model))
 
 
 @torch.compiler.disable()
 def _logprobs(
-    model: RingModel, hidden: Tensor, targets: Tensor, length: int, document_lengths: Tensor | None
+    model: RingModel,
+    hidden: Tensor,
+    targets: Tensor,
+    length: int,
+    document_lengths: Tensor | None,
+    tree_targets: Tensor | None,
 ) -> Tensor:
     """Compute the log-probability of each target (B, S) on every rank of the ring; 0 without a target."""
-    return _everywhere(model, _local_logprobs(model, hidden, targets), length, document_lengths)
+    local = _local_logprobs(model, hidden, targets)
+    if tree_targets is not None:
+        return whole_results(local, tree_targets, length, model.ring_mesh["ring"].get_group())
+    return _everywhere(model, local, length, document_lengths)
 
 
 def _local_logprobs(model: RingModel, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -190,6 +209,12 @@ def _in_folds(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> A
         return watch_backward(_everywhere(model, local, length, lengths))
     found = watch_backward(in_folds(model, call, kwargs))
     return _output(None, **{"logits" if found.ndim else "loss": found})
+
+
+def whole_results(local: Tensor, tree_targets: Tensor, length: int, group: dist.ProcessGroup) -> Tensor:
+    """Return all ranks' results (1, length, ...), given a tree's local ones (1, R, ...)."""
+    whole = local.new_zeros(1, length, *local.shape[2:])
+    return Sum.apply(whole.index_add(1, tree_targets[:, 1], local), [group])
 
 
 def _plain(model: RingModel) -> LossOptions:

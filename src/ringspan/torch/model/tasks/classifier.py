@@ -83,6 +83,8 @@ class RingClassifier(RingCausalLM):
             raise UnsupportedError(
                 f"{name} takes no labels on a ring; compute the loss of its logits, which every rank has"
             )
+        if (lengths := bound.arguments.get("document_lengths")) is not None and lengths.ndim == 3:
+            raise UnsupportedError(f"{name} predicts no tokens; give it separate rows, and no tree of segments")
         ids, padding = bound.arguments.get("input_ids"), self.config.get_text_config().pad_token_id
         if pools(self) and padding is None and isinstance(ids, Tensor) and len(ids) > 1:
             raise UnsupportedError(

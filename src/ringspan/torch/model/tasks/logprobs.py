@@ -21,7 +21,8 @@ def token_logprobs(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     Entry i belongs to the target of token i, which is token i + 1; a row's sum is the log-probability of its unmasked
     tokens. All ranks of a ring compute the same value from the result, whose gradients count once and are summed over
     replicas, which have their own rows: a mean divides by the examples of all replicas. ``z_loss``, ``label_smoothing``
-    and the auxiliary router loss are left out.
+    and the auxiliary router loss are left out. Of a tree of segments, entry i is of token i itself, so that the numbers
+    of segment ``s`` are ``logprobs[0].split(segment_lengths)[s]``.
 
     Args:
         model: from ``parallelize``.

@@ -1,0 +1,79 @@
+"""A batch whose rows share prefixes, as one tree of segments: a trainer's prompts are computed once for all answers.
+
+B batch, S tokens of a row, R targets of the tree, N tokens of the tree, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.core.geometry.prefixes import shared_prefixes
+from ringspan.core.names import BatchLayoutName
+from ringspan.torch.data.batch import IGNORED, targets_of
+from ringspan.torch.data.batch_layout import BatchLayout, Unsharded
+from ringspan.torch.data.padding import real_tokens
+from ringspan.torch.data.tree import Scored, shard_tree
+from ringspan.torch.layers.decoder import text_config
+from ringspan.torch.layers.numbering import counts_real_tokens
+from ringspan.torch.layers.positions import rotates
+from ringspan.torch.layers.view import RingModel, decoder_on_ring
+from ringspan.torch.model.tasks.causal_lm import whole_results
+
+_TAKEN: Final = frozenset({"input_ids", "attention_mask", "labels", "shift_labels"})
+
+
+class SharedRows:
+    """Rows of a whole batch, computed as the branches of a tree: each target counts as in its row."""
+
+    def __init__(self, model: RingModel, whole: Mapping[str, Tensor], least: int) -> None:
+        """Find what rows share in ``least`` tokens or more.
+
+        Raises:
+            UnsupportedError: other keys, as of packed documents; padding on the left if positions count
+                it and are not rotary.
+        """
+        if unknown := sorted(set(whole) - _TAKEN):
+            raise UnsupportedError(
+                f"shared_prefix=True takes rows of their own, and no {', '.join(unknown)}; leave packing, padding-free "
+                "batches and images out, or shared_prefix"
+            )
+        real, ids = real_tokens(whole), whole["input_ids"]
+        targets, device = targets_of(whole, real), ids.device
+        keep = torch.ones_like(ids, dtype=torch.bool).cpu() if real is None else real.cpu()
+        skips = rotates(text_config(model.config)) or counts_real_tokens(decoder_on_ring(model))
+        if not skips and not bool(keep[keep.any(1), 0].all()):
+            raise UnsupportedError(
+                "shared_prefix=True: positions of this model count padding on the left; pad on the right"
+            )
+        full = keep.any(1).nonzero()[:, 0].tolist()
+        tree, tokens, places = shared_prefixes([ids[row].cpu().long()[keep[row]].numpy() for row in full], least)
+        self.places = torch.zeros(ids.shape, dtype=torch.int64)
+        for row, own in zip(full, places, strict=True):
+            self.places[row, keep[row]] = torch.from_numpy(own)
+        scored, self.length = None, len(tokens)
+        if targets is not None:
+            wanted = (targets != IGNORED).cpu()
+            pairs = torch.stack((self.places[wanted], targets.cpu()[wanted]), 1)
+            unique, inverse, counts = pairs.unique(dim=0, return_inverse=True, return_counts=True)
+            self.count = len(unique)
+            self.results = torch.full(ids.shape, self.count)
+            self.results[wanted] = inverse
+            scored = Scored(unique[:, 0], unique[:, 1], torch.arange(self.count), counts)
+        self.group: Any = model.ring_mesh["ring"].get_group()
+        self.layout: BatchLayoutName = model.ring_layout
+        row = torch.from_numpy(tokens)[None]
+        self.local = shard_tree(row, tree, scored, model.ring_mesh, self.layout, device)
+        self.local["sequence_length"] = torch.tensor(ids.shape[1])  # by which dynamic frequencies go
+
+    def of_targets(self, local: Tensor) -> Tensor:
+        """Return results (B, S, ...) of the rows' targets, 0 without one, given the local targets' (1, R, ...)."""
+        whole = whole_results(local, self.local["tree_targets"], self.count + 1, self.group)
+        return whole[0][self.results.to(local.device)]
+
+    def of_tokens(self, local: Tensor) -> Tensor:
+        """Return the rows' logits (B, S, V), without a meaning on padding, given the local tokens'."""
+        split = BatchLayout.of(self.layout, self.length, self.group.size(), self.local["document_lengths"])
+        return Unsharded.apply(local, split, self.group)[0][self.places.to(local.device)]

@@ -1,0 +1,90 @@
+"""Trainers that compute what rows begin with alike once are what they are on one process."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.hf import RingConfig
+from ringspan.hf.batches import takes_whole_batches, whole_logits
+from tests.cases import long
+from tests.hf.preferences import dpo, kto, orpo, reward
+from tests.hf.rollouts import grpo, rloo
+from tests.hf.trainers import SHORT, close, sft, short_run, train
+from tests.torch.models import build, tokens
+
+SHARED = {"shared_prefix": True, "min_shared_tokens": 1}
+GROUP = {"num_generations": 4, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
+
+
+@pytest.mark.parametrize(
+    ("make", "model", "options"),
+    [
+        (grpo, "llama", {"lora": True, "beta": 0.1, "num_iterations": 2}),
+        (dpo, "llama", {}),
+        *long((rloo, "llama", {"beta": 0.0}), (kto, "llama", {}), (orpo, "llama", {}), (sft, "llama", {})),
+        *long((grpo, "mixtral+router", {"beta": 0.0}), (dpo, "mixtral+router", {})),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_steps_of_shared_prefixes_equal_one_process(world, make, model, options):
+    expected = short_run(make, model, 1, *options.items())
+    for found in world(2).run(train, 2, make, model, SHARED, dict([SHORT]) | options):
+        close(found, expected)
+
+
+def both_ways(mesh: DeviceMesh, kind: str, batch: dict[str, Tensor]) -> list[Any]:
+    """Loss, logits, loss of evaluation and tokens of the decoder, without and with shared prefixes."""
+    results = []
+    for options in ({}, SHARED):
+        model, seen = build(kind), []
+        takes_whole_batches(model, mesh, RingConfig(mesh=mesh, **options))
+        model.model.embed_tokens.register_forward_hook(lambda _, given, __, seen=seen: seen.append(given[0].numel()))
+        model.eval()
+        with torch.no_grad(), whole_logits(model, wanted=True):
+            evaluated = model(**batch)
+        loss = model(**batch).loss
+        results.append((loss.detach(), evaluated.logits, evaluated.loss, seen[0]))
+    return results
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_batch_with_shared_prefixes_is_its_rows(world, side):
+    ids = tokens(4, 20)
+    ids[1, :13], ids[3] = ids[0, :13], ids[0]
+    mask = torch.ones_like(ids)
+    mask[:2, :4] = mask[3, :4] = 0
+    mask[2] = 0
+    if side == "right":
+        ids, mask = ids.roll(-4, 1), mask.flip(1)
+    labels = ids.masked_fill((ids % 4 == 0) | (mask == 0), -100)
+    labels[:, 4 * (side == "left")] = -100
+    for rows, shared in world(2).run(
+        both_ways, 2, "llama", {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    ):
+        for one, other in zip(rows[:3], shared[:3], strict=True):
+            one, other = (x[mask == 1] if x.ndim else x for x in (one, other))
+            assert torch.allclose(one, other, rtol=1e-5, atol=1e-5)
+        assert shared[3] < rows[3] / 2
+
+
+def refusals(mesh: DeviceMesh) -> list[str]:
+    found, ids = [], tokens(2, 9)
+    padded = {"input_ids": ids, "attention_mask": torch.tensor([[0, 1, 1, 1, 1, 1, 1, 1, 1]] * 2)}
+    for kind, batch in (("gpt2", padded), ("llama", {"input_ids": ids, "position_ids": torch.arange(9)[None]})):
+        model = build(kind)
+        takes_whole_batches(model, mesh, RingConfig(mesh=mesh, **SHARED))
+        with pytest.raises(UnsupportedError) as error:
+            model(**batch)
+        found.append(str(error.value))
+    with pytest.raises(UnsupportedError) as error:
+        reward(mesh, "llama", SHARED, "", {})
+    return [*found, str(error.value)]
+
+
+def test_rows_that_cannot_be_shared_are_refused(world):
+    for found in world(2).run(refusals, 2):
+        assert "pad on the right" in found[0] and "no position_ids" in found[1] and "not labels" in found[2]
