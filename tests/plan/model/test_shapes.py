@@ -58,7 +58,7 @@ def test_every_built_in_model_has_its_published_parameters():
 @pytest.mark.parametrize("name", few(MODELS, 2))
 def test_a_built_in_model_is_counted_as_its_config_is(name):
     row = json.loads(FILE.read_text())[name]
-    assert row_of(from_config(row["config"], name)) == row["shape"] | {"kinds": row_of(MODELS[name])["kinds"]}
+    assert json.loads(json.dumps(row_of(from_config(row["config"], name)))) == row["shape"]
 
 
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}

@@ -26,6 +26,7 @@ def saved_per_token(local: ModelShape, setting: Setting, layers: int) -> int:
         rows = ((parts_of(kind, setting), count) for kind, count in counts.items())
         return sum(count * (sum(parts.values()) - parts.get(left, 0)) for parts, count in rows)
     inputs = a * local.hidden * -(-layers // setting.layers_per_checkpoint)
+    inputs += a * sum(kind.shared * count for kind, count in counts.items())
     if setting.checkpoint == "full":
         return inputs
     # On one rank nothing is exchanged: results of states are computed again there.

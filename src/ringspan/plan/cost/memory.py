@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Final
 
-from ringspan.core.costs import LossBytes, loss_bytes, norm_bytes
+from ringspan.core.costs import LossBytes, loss_bytes
 from ringspan.core.schedule.choice import head_groups
 from ringspan.core.schedule.route import Heads, Route, member_heads
 from ringspan.plan.cost import kept
@@ -64,6 +64,12 @@ def saved_per_token(shape: ModelShape, setting: Setting, layers: int) -> int:
     return kept.saved_per_token(shape.split(setting.tp), setting, layers)
 
 
+def held_bytes(shape: ModelShape, setting: Setting) -> int:
+    """Return the bytes that a decoder keeps on the device from forward to backward, besides its batch."""
+    step = _Step(shape, setting)
+    return step.kept(shape.layers) + step.end + step.inputs - step.tokens * _INDICES
+
+
 class _Step:
     """Moments of a step on a rank with its share of heads, feed-forward and vocabulary."""
 
@@ -81,8 +87,10 @@ class _Step:
         self.hidden = self.tokens * self.a * shape.hidden
         self.saved = partial(kept.saved_per_token, self.shape, setting)
         self.states = partial(kept.states_bytes, self.shape, setting)
-        rotary = 2 * self.a * shape.head_dim if shape.is_rotary else 0
-        self.inputs = self.tokens * (_INDICES + rotary)
+        in_chunks = bool(setting.norm_tokens)
+        around, last_norm = (each.bytes(self.a, norms_in_chunks=in_chunks) for each in shape.around)
+        self.inputs = self.tokens * (_INDICES + around)
+        self.end = self.hidden + self.tokens * last_norm
         self.seen = kept.seen_bytes(shape, setting)
         self.head = 0 if shape.lora else self.shape.vocab * shape.hidden
         self.gathered = self.a * self.root  # the root's parameters stay whole from the first layer to the last gradient
@@ -115,13 +123,6 @@ class _Step:
         )
 
     @property
-    def _last_norm(self) -> int:
-        """Return the last layer's result and what the final norm keeps of it."""
-        a, hidden, in_chunks = self.a, self.shape.hidden, bool(self.setting.norm_tokens)
-        own_copy = a if self._norms_copy else 0
-        return self.tokens * (own_copy * hidden + norm_bytes(hidden, a, is_rms=self.shape.has_rms, in_chunks=in_chunks))
-
-    @property
     def _norms_copy(self) -> bool:
         return self.shape.has_rms and self.a < _FLOAT32 and not self.setting.norm_tokens
 
@@ -150,7 +151,7 @@ class _Step:
     def _in_loss(self, moment: str, temporaries: int) -> Memory:
         return self.memory(
             moment,
-            activations=self.kept(self.shape.layers) + self._last_norm + self.seen,
+            activations=self.kept(self.shape.layers) + self.end + self.seen,
             temporaries=(0 if self.shape.lora else self._loss.sums) + temporaries + self.hidden,
             communication=self.gathered + self.layer_bytes,
         )

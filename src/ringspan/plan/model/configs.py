@@ -19,9 +19,11 @@ from ringspan.plan.names import normal, unknown
 def _shape(name: str, row: Mapping[str, Any]) -> ModelShape:
     fields = dict(row["shape"])
     order, kinds = fields.pop("order"), [_kind(each) for each in fields.pop("kinds")]
-    return ModelShape(
-        name=name, config=json.dumps(row["config"]), kinds=tuple(kinds[int(at, 36)] for at in order), **fields
-    )
+    fields |= {
+        "around": tuple(Kept(*row) for row in fields["around"]),
+        "kinds": tuple(kinds[int(at, 36)] for at in order),
+    }
+    return ModelShape(name=name, config=json.dumps(row["config"]), **fields)
 
 
 def _kind(values: Mapping[str, Any]) -> LayerKind:

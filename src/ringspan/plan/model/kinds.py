@@ -54,7 +54,8 @@ class LayerKind:
     numbers per token. ``heads``: of queries, 0 without attention; keys have ``head_dim`` numbers, values ``value_dim``,
     and a ring sends ``calls`` times both. ``channels`` are convolved with ``taps`` taps. ``mixed``: numbers per token
     that a recurrence or convolution keeps besides its result. ``linears``: number of linear layers, inputs plus
-    outputs, weights. With ``chunks``, tokens attend in consecutive chunks of ``window``.
+    outputs, weights. ``shared``: numbers per token that later layers are given, which checkpoints keep. With
+    ``chunks``, tokens attend in consecutive chunks of ``window``.
     """
 
     parameters: int
@@ -72,6 +73,7 @@ class LayerKind:
     window: int | None = None
     chunks: bool = False
     kept: tuple[Kept, ...] = (Kept(),) * len(PARTS)
+    shared: int = 0
     scan: Scan | None = None
     channels: int = 0
     taps: int = 0
@@ -113,7 +115,7 @@ class LayerKind:
         )
 
     def share(self, tp: int) -> "LayerKind":
-        sizes = ("matrices", "feedforward", "intermediate", "mixing", "heads", "kv_heads")
+        sizes = ("matrices", "feedforward", "intermediate", "mixing", "heads", "kv_heads", "shared")
         norm, heads, feedforward_norm, feedforward = self.kept
         return replace(
             self,

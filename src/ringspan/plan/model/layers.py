@@ -1,7 +1,8 @@
 """Layers of a decoder, counted while its code runs on the meta device. T tokens, C hidden size."""
 
+import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,7 +39,26 @@ class _Saved(NamedTuple):
     child: str
     in_norm: bool
     is_input: bool
-    x: Tensor
+    dtype: torch.dtype
+    numbers: int
+    storage: weakref.ref[torch.UntypedStorage]
+
+    @classmethod
+    def of(cls, x: Tensor, child: str, *, in_norm: bool, is_input: bool) -> "_Saved":
+        storage = x.untyped_storage()
+        return cls(child, in_norm, is_input, x.dtype, storage.nbytes() // x.element_size(), weakref.ref(storage))
+
+    @property
+    def column(self) -> int:
+        """The number of ``Kept`` that it adds to."""
+        if self.dtype == torch.bfloat16:
+            return 1 if self.in_norm else 0
+        return 3 if self.in_norm else 4
+
+    @property
+    def size(self) -> int:
+        """Numbers of a token, in bytes unless layers compute in their dtype."""
+        return self.numbers // _TOKENS * (1 if self.dtype == torch.bfloat16 else self.dtype.itemsize)
 
 
 @dataclass
@@ -50,8 +70,16 @@ class LayerRun:
     linears: set[nn.Module] = field(default_factory=set)
     products: Counter[str] = field(default_factory=Counter)
     saved: list[_Saved] = field(default_factory=list)
-    inputs: Counter[str] = field(default_factory=Counter)
+    inputs: list[_Saved] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
+    shared: int = 0
+
+    def settle(self, shared: set[int]) -> None:
+        """Leave out what nothing of the result needs, and norms' inputs kept for something else; count the shared."""
+        self.saved = [each for each in self.saved if each.storage() is not None]
+        known = {id(each.storage): each for each in self.saved if not each.in_norm}
+        self.inputs = [each for each in self.inputs if known.setdefault(id(each.storage), each) is each]
+        self.shared = sum(each.size for each in self.saved if id(each.storage) in shared and not each.column)
 
 
 class _Attention(torch.autograd.Function):
@@ -90,15 +118,18 @@ class _Watch:
     def __init__(self, model: nn.Module) -> None:
         self.layer = self.outside = LayerRun()
         self.child, self.norms, self.counted = "", 0, 0
-        self.known = {id_of(weight) for weight in (*model.parameters(), *model.buffers())}
+        self.known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self.ignore(*model.parameters(), *model.buffers())
+        self.shared: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # what layers are given besides hidden states
         self.inputs: set[int] = set()
-        self.held: list[Tensor] = []  # so that a number of its memory is given to no other
         grouped = {torch.ops.aten._grouped_mm: _grouped, _FALLBACK: _grouped}
         self.counter = FlopCounterMode(display=False, custom_mapping=grouped)
 
     def ignore(self, *tensors: Tensor) -> None:
-        self.held += tensors
-        self.known |= {id_of(x) for x in tensors}
+        self.known |= _storages(tensors)
+
+    def share(self, *tensors: Tensor) -> None:
+        self.shared |= _storages(tensors)
 
     def switch(self, child: str, layer: LayerRun | None = None) -> None:
         """Count what has run since the last switch; from now on a child (of this or another layer) runs."""
@@ -107,10 +138,22 @@ class _Watch:
         self.layer, self.child, self.counted = layer or self.layer, child, total
 
     def note(self, x: Tensor) -> Tensor:
-        if self.layer is not self.outside and id_of(x) not in self.known:
+        if not _holds(self.known, x):
+            run = self.outside if _holds(self.shared, x) else self.layer
+            in_norm, is_input = self.norms > 0, id_of(x) in self.inputs
+            run.saved.append(_Saved.of(x, self.child, in_norm=in_norm, is_input=is_input))
             self.ignore(x)
-            self.layer.saved.append(_Saved(self.child, self.norms > 0, id_of(x) in self.inputs, x))
         return x
+
+
+def _storages(tensors: Iterable[Tensor]) -> dict[int, Any]:
+    """Return references by a number that another storage may have once this one is gone."""
+    return {id_of(x): weakref.ref(x.untyped_storage()) for x in tensors}
+
+
+def _holds(storages: dict[int, Any], x: Tensor) -> bool:
+    found = storages.get(id_of(x))
+    return found is not None and found() is not None
 
 
 def _grouped(a: Any, b: Any, *_: Any, **__: Any) -> int:
@@ -120,8 +163,8 @@ def _grouped(a: Any, b: Any, *_: Any, **__: Any) -> int:
 _FALLBACK: Final = getattr(getattr(torch.ops, "transformers", None), "grouped_mm_fallback", torch.ops.aten._grouped_mm)
 
 
-def run_layers(model: Any, decoder: Any, layers: list[nn.Module], first: list[int]) -> tuple[list[LayerRun], int]:
-    """Run a model on the meta device and watch its layers (equal ones share a run); count other weights too."""
+def run_layers(model: Any, decoder: Any, layers: list[nn.Module], first: list[int]) -> tuple[list[LayerRun], LayerRun]:
+    """Run a model on the meta device; watch its layers (equal ones share a run), and what is around them."""
     try:
         return _run(model, decoder, layers, first, torch.ones(1, _TOKENS, dtype=torch.int64, device="meta"))
     except (RuntimeError, NotImplementedError):  # of code that asks for tokens' positions
@@ -131,7 +174,7 @@ def run_layers(model: Any, decoder: Any, layers: list[nn.Module], first: list[in
 
 def _run(
     model: Any, decoder: Any, layers: list[nn.Module], first: list[int], tokens: Tensor
-) -> tuple[list[LayerRun], int]:
+) -> tuple[list[LayerRun], LayerRun]:
     watch, runs = _Watch(model), [LayerRun() for _ in layers]
 
     def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
@@ -157,14 +200,19 @@ def _run(
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    with _hooked(watch, runs, layers, first), watch.counter, saved_tensors_hooks(watch.note, lambda x: x):
-        decoder(input_ids=tokens, use_cache=False)
+    with _hooked(watch, runs, decoder, layers, first), watch.counter, saved_tensors_hooks(watch.note, lambda x: x):
+        out = decoder(input_ids=tokens, use_cache=False)
         watch.switch("")
-    return [runs[number] for number in first], watch.outside.products.total() // (2 * _TOKENS)
+        for run in (*runs, watch.outside):
+            run.settle({id(storage) for storage in watch.shared.values()})
+        del out  # until here, with what its backward pass needs
+    return [runs[number] for number in first], watch.outside
 
 
 @contextmanager
-def _hooked(watch: _Watch, runs: list[LayerRun], layers: list[nn.Module], first: list[int]) -> Iterator[None]:
+def _hooked(
+    watch: _Watch, runs: list[LayerRun], decoder: nn.Module, layers: list[nn.Module], first: list[int]
+) -> Iterator[None]:
     handles: list[Any] = []
     made: dict[int, Any] = {}
 
@@ -177,7 +225,7 @@ def _hooked(watch: _Watch, runs: list[LayerRun], layers: list[nn.Module], first:
         return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, made[number])
 
     def begin_layer(run: LayerRun, given: list[Tensor]) -> None:
-        watch.ignore(*given[1:])
+        watch.share(*given[1:])
         watch.switch("", run)
 
     def begin_child(run: LayerRun, name: str, given: list[Tensor]) -> None:
@@ -187,7 +235,7 @@ def _hooked(watch: _Watch, runs: list[LayerRun], layers: list[nn.Module], first:
 
     def begin_norm(run: LayerRun, given: list[Tensor]) -> None:
         watch.norms += 1
-        run.inputs[watch.child] += given[0].numel()
+        run.inputs.append(_Saved.of(given[0], watch.child, in_norm=True, is_input=False))
 
     def end_norm(_: Any) -> None:
         watch.norms -= 1
@@ -206,8 +254,14 @@ def _hooked(watch: _Watch, runs: list[LayerRun], layers: list[nn.Module], first:
         for module in layer.modules():
             if isinstance(module, (nn.Linear, Conv1D)):
                 on(module, None, lambda _, run=run, module=module: run.linears.add(module))
-            if is_norm(module) and not isinstance(module, nn.LayerNorm):
+            # Norms that run in chunks of tokens (``blockwise.norm``).
+            if is_norm(module) and not isinstance(module, nn.LayerNorm) and any(True for _ in module.parameters()):
                 on(module, partial(begin_norm, run), end_norm)
+    inside = {module for layer in layers for module in layer.modules()}
+    for path, module in decoder.named_modules():
+        if is_norm(module) and module not in inside:
+            on(module, partial(begin_child, watch.outside, path), lambda _: watch.switch(""))
+            on(module, partial(begin_norm, watch.outside), end_norm)
     try:
         yield
     finally:
@@ -218,7 +272,9 @@ def _hooked(watch: _Watch, runs: list[LayerRun], layers: list[nn.Module], first:
 
 
 def _tensors(given: Any) -> list[Tensor]:
-    return [x for x in tree_leaves(given) if isinstance(x, Tensor)]
+    leaves = tree_leaves(given)
+    inside = [x for each in leaves if isinstance(each, Mapping) for x in _tensors([*each.values()])]
+    return [x for x in leaves if isinstance(x, Tensor)] + inside
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -242,15 +298,26 @@ def kept_of(run: LayerRun, layer: nn.Module, mixers: set[str]) -> tuple[Kept, ..
         )
 
     sums = [[0] * len(Kept._fields) for _ in PARTS]
-    for child, count in run.inputs.items():
-        sums[part_of(child, is_input=False)][2] += count // _TOKENS
-    for child, in_norm, is_input, x in run.saved:
-        count, size = x.untyped_storage().nbytes() // x.element_size(), x.element_size()
-        if count % _TOKENS == 0:
-            is_computed = x.dtype == torch.bfloat16
-            column = (1 if is_computed else 3) if in_norm else (0 if is_computed else 4)
-            sums[part_of(child, is_input=is_input)][column] += count // _TOKENS * (1 if is_computed else size)
+    for each in run.inputs:
+        sums[part_of(each.child, is_input=False)][2] += each.numbers // _TOKENS
+    for each in run.saved:
+        if each.numbers % _TOKENS == 0:
+            sums[part_of(each.child, is_input=each.is_input)][each.column] += each.size
     return tuple(Kept(*row) for row in sums)
+
+
+def kept_around(run: LayerRun, layers: list[LayerRun]) -> tuple[Kept, Kept]:
+    """Return what is kept of a token around layers, except tokens and positions, and what the last norm keeps."""
+    last = run.order[-1] if run.order else None
+    sums = [[0] * len(Kept._fields) for _ in range(2)]
+    theirs = {id(each.storage) for layer in layers for each in layer.inputs}
+    for each in run.inputs:
+        sums[each.child == last][2] += each.numbers // _TOKENS
+    for each in run.saved:
+        if each.numbers % _TOKENS == 0 and each.dtype.is_floating_point:
+            sums[each.child == last][each.column] += each.size
+            sums[0][2] -= each.size if id(each.storage) in theirs else 0
+    return Kept(*sums[0]), Kept(*sums[1])
 
 
 def products_of(run: LayerRun, children: set[str], *, inside: bool) -> int:

@@ -15,13 +15,12 @@ from transformers.pytorch_utils import Conv1D
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.messages.lines import one_line
 from ringspan.plan.model.kinds import Kept, LayerKind
-from ringspan.plan.model.layers import LayerRun, first_alike, is_norm, kept_of, products_of, run_layers
+from ringspan.plan.model.layers import LayerRun, first_alike, kept_around, kept_of, products_of, run_layers
 from ringspan.plan.model.scans import scan_of
 from ringspan.plan.model.shapes import ModelShape
 from ringspan.torch.layers.decoder import LayerKind as Seen
 from ringspan.torch.layers.decoder import decoder_of, has_index, layer_kinds, layers_of, text_config
 from ringspan.torch.layers.positions import num_learned_positions, num_trained_positions
-from ringspan.torch.layers.rope import is_rotary
 from ringspan.torch.model.recurrent import stateful_modules
 from ringspan.torch.model.support import UNSUPPORTED_FIELDS, refuse_config
 from ringspan.torch.tensor_parallel.split import placements_of, refuse_split
@@ -108,12 +107,11 @@ def decoder_values(model: Any, name: str) -> dict[str, Any]:
         "hidden": config.hidden_size,
         "vocab": config.vocab_size,
         "tied": output is None or output.weight is embedding.weight,
-        "has_rms": any(is_norm(each) and not isinstance(each, nn.LayerNorm) for each in decoder.modules()),
-        "is_rotary": any(is_rotary(each) for each in decoder.modules()),
+        "around": kept_around(outside, runs),
         "positions": num_learned_positions(decoder) or 0,
         "made_for": num_trained_positions(config) or 0,
         "root": model.num_parameters() - sum(each.parameters for each in kinds),
-        "outside": outside,
+        "outside": products_of(outside, set(), inside=False),
         "kinds": tuple(kinds),
         "model_type": model.config.model_type,
         "unsplit": unsplit,
@@ -189,6 +187,7 @@ class _Facts:
             chunks=bool(sees.chunk and self.run.callers),
             linears=(len(linears), sum(sum(x.shape) for x in linears), sum(x.numel() for x in linears)),
             kept=self._kept(),
+            shared=self.run.shared,
             scan=scan,
             channels=channels,
             taps=taps,

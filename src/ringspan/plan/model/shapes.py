@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Final
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.plan.model.kinds import LayerKind, Tower
+from ringspan.plan.model.kinds import Kept, LayerKind, Tower
 
 # Bytes of a weight: whole numbers with a float32 scale for some thousand of a row; 4 bits with a scale and a zero point
 # of 16 bits for each 128, or with a float32 scale for each 64.
@@ -21,10 +21,10 @@ class ModelShape:
 
     ``tower_layers``: parameters of each tower's layer; ``tower_root``: the towers' in ``root``; ``towers``: what each
     makes of a sequence; ``later_pairs``: each layer's pairs of a query and a later key. ``positions``: of a learned
-    table, ``made_for``: of a rotary model, 0 if neither. ``has_rms``: norms keep float32 copies. ``unsplit``: why
-    tensor parallelism cannot split it. ``config``: config.json. ``outside``: weights of the root that a token is
-    multiplied with, except the head. ``lora``: rank of the trained adapters, 0 if all weights are trained; ``weights``:
-    how the others are packed.
+    table, ``made_for``: of a rotary model, 0 if neither. ``unsplit``: why tensor parallelism cannot split it.
+    ``config``: config.json. ``outside``: weights of the root that a token is multiplied with, except the head, and
+    ``around``: what is kept there, as rotary tables, and of the last norm.
+    ``lora``: rank of the trained adapters, 0 if all weights are trained; ``weights``: how the others are packed.
     """
 
     name: str
@@ -34,8 +34,7 @@ class ModelShape:
     root: int
     outside: int = 0
     tied: bool = False
-    has_rms: bool = True
-    is_rotary: bool = True
+    around: tuple[Kept, Kept] = (Kept(), Kept())
     positions: int = 0
     made_for: int = 0
     model_type: str = "llama"
@@ -101,6 +100,11 @@ class ModelShape:
     @cached_property
     def intermediate(self) -> int:
         return max(kind.intermediate for kind in self.kinds)
+
+    @property
+    def has_rms(self) -> bool:
+        """True if the last norm keeps a float32 copy of its input."""
+        return self.around[1].copies > self.hidden
 
     @property
     def has_states(self) -> bool:

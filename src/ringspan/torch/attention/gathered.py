@@ -22,6 +22,7 @@ from ringspan.torch.attention.part import (
     accumulation_dtype,
     empty_like,
     post,
+    result_for,
     run_backward,
     run_forward,
 )
@@ -37,7 +38,7 @@ Keys = tuple[Tensor, Tensor]
 def forward(
     ring: Ring, plan: Gathered, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    out = empty_like(q, v.shape[-1])
+    out = result_for(q, v)
     lse = torch.empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype), device=q.device)
     serving = kernels.serving(ring.spec.kernel, q, v, ring.scores)
     q, k, v = kernels.laid_out(serving, q, k, v)

@@ -19,7 +19,14 @@ from ringspan.core.schedule.schedule import Schedule, make_schedule
 from ringspan.torch import kernels
 from ringspan.torch.attention.arguments import check_differentiation
 from ringspan.torch.attention.handler import handled, handling
-from ringspan.torch.attention.part import Ring, accumulation_dtype, empty_like, num_head_groups, sink_gradient
+from ringspan.torch.attention.part import (
+    Ring,
+    accumulation_dtype,
+    empty_like,
+    num_head_groups,
+    result_for,
+    sink_gradient,
+)
 from ringspan.torch.attention.request import Request, checked
 from ringspan.torch.attention.ring import backward, forward
 from ringspan.torch.attention.spec import AttentionSpec
@@ -164,7 +171,7 @@ def attend_backward(*inputs: Tensor | str | None) -> tuple[Tensor, Tensor, Tenso
 
 def fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
-    return empty_like(q, v.shape[-1]), lse
+    return result_for(q, v), lse
 
 
 @_forward.register_fake

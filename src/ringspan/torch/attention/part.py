@@ -26,12 +26,15 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def empty_like(x: Tensor, size: int | None = None, dtype: torch.dtype | None = None) -> Tensor:
-    """Allocate a result like ``x`` in rows, for in-place kernels, in x's dimension order if possible."""
-    size = x.shape[-1] if size is None else size
-    if size == x.shape[-1] and is_in_rows(x):
-        return torch.empty_like(x, dtype=dtype)
-    return x.new_empty((*x.shape[:-1], size), dtype=dtype)
+def result_for(q: Tensor, v: Tensor) -> Tensor:
+    """Allocate attention's result (B, H, T, E), tokens before heads: who joins a token's heads then copies nothing."""
+    batch, heads, tokens, _ = q.shape
+    return q.new_empty(batch, tokens, heads, v.shape[-1]).transpose(1, 2)
+
+
+def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Allocate a gradient like ``x``: in rows, which in-place kernels need, and in x's dimension order if possible."""
+    return torch.empty_like(x, dtype=dtype) if is_in_rows(x) else x.new_empty(x.shape, dtype=dtype)
 
 
 @dataclass(frozen=True)

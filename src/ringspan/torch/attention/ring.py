@@ -27,6 +27,7 @@ from ringspan.torch.attention.part import (
     empty_like,
     finish_keys,
     post,
+    result_for,
     run_backward,
     run_forward,
     store,
@@ -83,7 +84,7 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = 
     if ring.schedule.gathered is not None:
         return gathered.forward(ring, ring.schedule.gathered, q, k, v, sinks)
     dtype = accumulation_dtype(q.dtype)
-    out = empty_like(q, v.shape[-1])
+    out = result_for(q, v)
     lse = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
     serving = kernels.serving(ring.spec.kernel, q, v, ring.scores)
     q, k, v = kernels.laid_out(serving, q, k, v)

@@ -13,7 +13,7 @@ from torch import Tensor
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.schedule.route import Heads
 from ringspan.torch.attention import ring as rings
-from ringspan.torch.attention.part import Ring, accumulation_dtype, empty_like
+from ringspan.torch.attention.part import Ring, accumulation_dtype, empty_like, result_for
 from ringspan.torch.transport.exchange import TensorSpec
 from ringspan.torch.transport.protocol import Transport
 
@@ -50,7 +50,7 @@ class Ulysses:
         q_, k_, v_ = self._to_heads(self._queries(q), self._keys(k), self._keys(v))
         out, lse = rings.forward(ring, q_, k_, v_, None if sinks is None else sinks[self.mine.queries])
         # out and lse are traded together: one round of messages, not two.
-        back = self._queries(empty_like(q, v.shape[-1])), self._queries(lse.new_empty((*q.shape[:-1], 1)))
+        back = self._queries(result_for(q, v)), self._queries(lse.new_empty((*q.shape[:-1], 1)))
         self._to_tokens((out, lse.unsqueeze(-1)), back)
         return back[0].tensor, back[1].tensor.squeeze(-1)
 

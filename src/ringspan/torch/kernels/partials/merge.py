@@ -27,7 +27,8 @@ def sum_many(total: Tensor, values: Sequence[Tensor]) -> None:
         first, *others = values
         is_exact = not others or total.dtype.itemsize >= torch.float32.itemsize
         sums = total if is_exact else torch.empty_like(total, dtype=torch.float32)
-        if sums.data_ptr() != first.data_ptr():
+        is_there = sums.untyped_storage()._cdata == first.untyped_storage()._cdata
+        if not is_there or sums.storage_offset() != first.storage_offset():
             sums.copy_(first)
         for other in others:
             sums.add_(other)
