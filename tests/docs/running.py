@@ -25,6 +25,7 @@ REPLACED: Final = {
     '"result"': '"{folder}/result"',
     '"out"': '"{folder}/out"',
     '"adapter"': '"{folder}/adapter"',
+    "30_000, 700, 900": "30, 7, 9",
     "ring=8": "ring=2",
     "ring=4, replicate=2": "ring=2",
     "ring=4": "ring=2",
@@ -153,6 +154,10 @@ from torch.nn.functional import logsigmoid
 pairs = [{"input_ids": ids[:2], "labels": ids[:2]}]
 """
     ),
+    "docs/shared-prefixes.md": Setup(
+        once=_RING + "ids = ids[:1, :46]\nrows = [[5] * 70 + [2, 3], [5] * 70 + [7]]\n",
+        each="labels = ids if 'segment_lengths' in text else rows",
+    ),
     "docs/tensor-parallel.md": Setup(once=_LOOP + "ids = ids[:2]\n"),
     "docs/trainers.md": Setup(
         once=_SFT
@@ -175,6 +180,7 @@ scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
 ELSEWHERE: Final = {
     "TorchAoConfig(Int8WeightOnlyConfig())": "tests/torch/model/test_packed.py",
     "BitsAndBytesConfig(": "tests/torch/model/test_four_bits.py",
+    "RingConfig(shared_prefix=True)": "tests/hf/test_shared.py",
     "deepseek-ai/DeepSeek-V3.2": "tests/torch/recurrence/test_models.py",
 }
 
