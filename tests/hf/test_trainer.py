@@ -90,6 +90,17 @@ def test_a_stream_is_dealt_to_replicas(world):
         assert differences(found, expected)["loss"] < TOLERANCE
 
 
+@pytest.mark.long
+def test_bfloat16_is_that_of_one_process(world):
+    options = {"bf16": True, "max_steps": 3}
+    expected = train(None, plain, "llama", None, options)
+    exact = train(None, plain, "llama", None, {"max_steps": 3})
+    assert expected["loss"] != exact["loss"]
+    for found in world(2).run(train, 2, plain, "llama", {}, options):
+        assert found["loss"] != exact["loss"]
+        assert differences(found, expected)["loss"] < 3e-3
+
+
 def metrics(prediction: Any) -> dict[str, float]:
     logits, labels = prediction.predictions, prediction.label_ids
     places = np.arange(logits[0].size).reshape(logits.shape[1:])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import ringspan as rs
 from ringspan.core.names import LAYOUT_NAMES
-from ringspan.core.schedule import choice, events
+from ringspan.core.schedule import choice, events, steps
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.core.schedule.workspace import Shape
 from ringspan.jax import sharded_ring_attention
@@ -72,7 +72,7 @@ def test_forward_sends_keys_and_values_in_n_minus_1_messages(ranks):
 def received(layout: rs.Layout, mask: rs.Mask, rank: int, walk) -> list[int]:
     """The numbers of the transfers by which something comes to a rank in a pass."""
     part = events.Part(make_schedule(layout, mask, rank), Shape(1, HEADS, GROUPS, SIZE, SIZE, 4))
-    return [event.number for event in walk(part) if isinstance(event, events.Post) and event.receives]
+    return [event.number for event in walk(part) if isinstance(event, steps.Post) and event.receives]
 
 
 def test_backward_sends_each_gradient_round_the_ring():
@@ -91,7 +91,7 @@ def test_backward_sends_each_gradient_round_the_ring():
 def test_blocks_go_as_many_hops_as_any_rank_needs_them(layout, mask):
     """All ranks run the same program, so that one which needs no more blocks still passes them on."""
     numbers = [n for rank in range(layout.ranks) for n in received(layout, mask, rank, events.forward)]
-    hops = [number // events.MESSAGES_PER_HOP for number in numbers]
+    hops = [number // steps.MESSAGES_PER_HOP for number in numbers]
     assert compile_program(layout, layout, mask, 64, 64).num_hops == 1 + max(hops, default=0)
 
 
