@@ -26,7 +26,7 @@ _RING_8K: Final = {"forward": 8.8e-3, "backward": 25.8e-3}
 
 
 class Rule(NamedTuple):
-    """What must hold of the results of rows for things to go on as planned."""
+    """Conditions on the results of rows, for the session to continue as planned."""
 
     says: str
     holds: Callable[[Rows], bool]

@@ -142,7 +142,7 @@ def lines(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def said(row: dict[str, Any]) -> str:
-    """What the library's own did."""
+    """The result of the library's own context parallelism."""
     theirs, one = row["library"], row["one process"]
     if isinstance(theirs, str):
         return theirs.replace("`", "")

@@ -16,7 +16,7 @@ class Shared(NamedTuple):
     tokens: np.ndarray
     """The segments, one after the other."""
     places: list[np.ndarray]
-    """Of each row's tokens in ``tokens``."""
+    """Places of each row's tokens in ``tokens``."""
 
 
 def shared_prefixes(rows: Sequence[np.ndarray], least: int) -> Shared:

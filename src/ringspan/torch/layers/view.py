@@ -88,7 +88,7 @@ class RingModel(_Model):
     ring_stateful: bool
     """True if layers have states or convolutions."""
     ring_no_tree: str
-    """Why no tree of segments; empty if it takes one."""
+    """Part of the model that takes no trees of segments; empty if all of it does."""
     ring_compiled: bool
     """True if layers are compiled."""
     ring_router: Any

@@ -6,6 +6,7 @@ B batch, H query heads, G key/value heads, T local tokens of a fold, D head size
 import sys
 from collections import defaultdict
 from collections.abc import Hashable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -114,10 +115,9 @@ def attend_in_folds(fold: Fold, name: Hashable, asked: Request) -> Tensor:
     """
     q, k, v, own = checked(asked._replace(layout=fold.layout))
     read = folds_read(own.mask, fold.length, fold.layout.padded_length, fold.number)
-    specs = {fold.number: str(own)}
-    for each in read:  # folds are of one size, so any keys do
-        key_layout = fold.folds.layouts[each]
-        specs[each] = str(checked(asked._replace(q=q, k=k, v=v, layout=fold.layout, key_layout=key_layout))[-1])
+    # Folds are of one size: what holds of a fold's own keys holds of others.
+    earlier = {each: str(replace(own, key_layout=fold.folds.layouts[each].spec)) for each in read}
+    specs = {fold.number: str(own)} | earlier
     if not fold.is_again:
         if fold.folds.keys.has(name, fold.number):
             raise UnsupportedError("an attention module that is called twice in a pass is not split into folds yet")

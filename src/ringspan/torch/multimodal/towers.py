@@ -267,7 +267,7 @@ class PromptImages(SharedTowers):
         """The runs of tokens of each sequence that see each other both ways."""
         self._made: dict[str, Made] = {}
         self._columns: Tensor | None = None
-        """Of the new tokens, those that are read now."""
+        """New tokens that are read now."""
         for modality in self.kind.modalities:
             if modality.cut.pixels in media.inputs:
                 self.add(modality, media.inputs, is_counted=True)

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.lines import few, refused
 from ringspan.core.names import BalanceName
-from ringspan.train.config.table import Table
+from ringspan.train.config.table import Strings, Table
 
 DocumentsName = Literal["pack", "separate", "cut"]
 
@@ -19,7 +19,7 @@ DocumentsName = Literal["pack", "separate", "cut"]
 class DataConfig(Table):
     """[data]: the text, and how to turn it into sequences of one length."""
 
-    paths: tuple[str, ...] = Field(strict=False, min_length=1, examples=[["data"]])
+    paths: Strings = Field(strict=False, min_length=1, examples=[["data"]])
     """Files, folders (searched recursively, hidden entries left out) and "hub:<dataset id>[:<configuration>]"."""
     text_field: str = "text"
     """The field with the text in .json, .jsonl and .parquet files and in Hub datasets."""
@@ -56,11 +56,6 @@ class DataConfig(Table):
                 if name in self.model_fields_set:
                     raise ConfigError(f"data.{name}: is of text, and data.messages reads conversations; remove one")
         return self
-
-    @field_validator("paths", mode="before")
-    @classmethod
-    def _one_path(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
 
     @field_validator("extensions")
     @classmethod

@@ -12,7 +12,7 @@ from ringspan.core.messages.extras import require
 from ringspan.core.messages.lines import refused
 from ringspan.core.names import DtypeName
 from ringspan.train.config.problems import shown
-from ringspan.train.config.table import Table
+from ringspan.train.config.table import Strings, Table
 
 # A byte-level BPE has one token for each byte and <|endoftext|>.
 MIN_VOCAB_SIZE = 257
@@ -126,7 +126,7 @@ class AdapterConfig(Table):
     """Rank of the matrices; if not set, all weights are trained, without an adapter."""
     alpha: float | None = Field(default=None, gt=0, examples=[32])
     """Their result is scaled by alpha / rank, or by alpha / sqrt(rank) with use_rslora; default: twice the rank."""
-    target_modules: tuple[str, ...] = Field(default=("all-linear",), strict=False, min_length=1)
+    target_modules: Strings = Field(default=("all-linear",), strict=False, min_length=1)
     """Layers with adapters, by the last parts of their names, such as ["q_proj", "v_proj"]; "all-linear" for all linear
     layers but the head."""
     use_dora: bool = False
@@ -137,11 +137,6 @@ class AdapterConfig(Table):
     """Must be 0: dropout would draw per rank, unlike one process."""
     merge: bool = False
     """Write the model with the adapter merged into its weights, instead of only the adapter."""
-
-    @field_validator("target_modules", mode="before")
-    @classmethod
-    def _one_name(cls, value: object) -> object:
-        return (value,) if isinstance(value, str) else value
 
     @field_validator("dropout")
     @classmethod

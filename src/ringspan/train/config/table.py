@@ -1,6 +1,16 @@
 """Base of a training file's tables."""
 
-from pydantic import BaseModel, ConfigDict
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
+
+
+def _several(value: object) -> object:
+    return (value,) if isinstance(value, str) else value
+
+
+Strings = Annotated[tuple[str, ...], BeforeValidator(_several)]
+"""Strings, of which a single one needs no brackets."""
 
 
 class Table(BaseModel):

@@ -211,7 +211,7 @@ def export_merged(
     config = load_config(settings)
     model = load_model(settings, config)
     found = model.state_dict()
-    tensors = {name: next(found[each] for each in names if each in found) for name, names in saved_names(model).items()}
+    tensors = {name: found[name] for name in saved_names(model)}
     plan = plan_files(model, tensors, max_shard_size=max_shard_size)
 
     def write_rest(scratch: Path) -> None:

@@ -14,12 +14,14 @@ class Waiting:
         self.everything = slice(0, rows)
         self._ends: list[tuple[int, int]] = []
         self._values: list[tuple[Tensor, ...]] = []
+        self._count = 0  # rows that wait
 
     def add(self, rows: slice, *values: Tensor) -> bool:
         """Have the values of some rows wait; return True if too many do."""
         self._ends.append((rows.start, rows.stop))
         self._values.append(values)
-        return is_full(sum(stop - start for start, stop in self._ends), self.everything.stop)
+        self._count += rows.stop - rows.start
+        return is_full(self._count, self.everything.stop)
 
     def of(self, rows: slice) -> Iterator[tuple[slice, list[tuple[Tensor, ...]]]]:
         """Yield all parts of some rows, and the values of each."""
@@ -32,3 +34,4 @@ class Waiting:
     def clear(self) -> None:
         self._ends.clear()
         self._values.clear()
+        self._count = 0

@@ -137,7 +137,7 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
             hidden = hidden[:, tree_targets[:, 0]]
         if is_scored:
             assert shift_labels is not None, "checked by __call__"
-            whole = longest if document_lengths is None else int(ends_of(document_lengths).max())
+            whole = _whole_length(longest, document_lengths)
             found = _logprobs(self, hidden, shift_labels, whole, document_lengths, tree_targets)
             return watch_backward(found)
         auxiliary = None
@@ -188,6 +188,10 @@ def _logprobs(
     return _everywhere(model, local, length, document_lengths)
 
 
+def _whole_length(longest: int, document_lengths: Tensor | None) -> int:
+    return longest if document_lengths is None else int(ends_of(document_lengths).max())
+
+
 def _local_logprobs(model: RingModel, hidden: Tensor, targets: Tensor) -> Tensor:
     return 0.0 - _cross_entropy(model, hidden, targets, _plain(model), "none").view(targets.shape)
 
@@ -204,7 +208,7 @@ def _in_folds(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> A
     asked = _asked(kwargs)
     if asked is Asked.LOGPROBS:
         lengths = kwargs.get("document_lengths")
-        length = int(kwargs["sequence_length"] if lengths is None else lengths.sum(1).max())
+        length = _whole_length(int(kwargs["sequence_length"]), lengths)
         local = in_folds(model, call, kwargs | {"ring_asked": PerToken(asked.value, _local_logprobs)})
         return watch_backward(_everywhere(model, local, length, lengths))
     found = watch_backward(in_folds(model, call, kwargs))
