@@ -8,36 +8,16 @@ import sys
 import pytest
 
 from ringspan.cli.main import main
+from tests.train.runs import training_file
 
 HUGE = str(10**18)
-CONFIG = """
-run = "{folder}/run"
-steps = 1
-[model]
-init = "scratch"
-tokenizer = "train"
-[model.config]
-model_type = "llama"
-vocab_size = 300
-hidden_size = 32
-intermediate_size = 64
-num_hidden_layers = 1
-num_attention_heads = 4
-num_key_value_heads = 2
-max_position_embeddings = 4096
-[data]
-paths = ["{folder}/text"]
-sequence_length_tokens = 64
-[optimizer]
-warmup_steps = 1
-"""
 
 
 @pytest.fixture
 def workplace(tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
-    (tmp_path / "config.toml").write_text(CONFIG.format(folder=tmp_path))
+    (tmp_path / "config.toml").write_text(training_file(tmp_path))
     return tmp_path
 
 
@@ -110,6 +90,7 @@ def test_train_refuses_a_missing_file(monkeypatch, capsys, tmp_path):
 EARLY = """
 import os, sys
 from ringspan.cli.main import main
+from tests.train.runs import training_file
 
 config, folder = sys.argv[1:]
 finished = os.path.join(folder, "finished")
@@ -164,7 +145,7 @@ def test_train_refuses_bad_input_without_importing_a_framework(workplace):
 
 def test_what_only_a_rank_can_see_is_refused_too(monkeypatch, capsys, workplace):
     (workplace / "text" / "a.txt").write_text("too short")
-    assert "needs 65 tokens" in refusal(monkeypatch, capsys, "train", workplace / "config.toml", "--nproc", "2")
+    assert "needs 46 tokens" in refusal(monkeypatch, capsys, "train", workplace / "config.toml", "--nproc", "2")
     assert not (workplace / "run").exists()
 
 

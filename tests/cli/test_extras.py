@@ -13,8 +13,8 @@ import pytest
 from ringspan.core.errors import MissingExtraError
 from ringspan.core.messages.extras import EXTRAS, installed, require
 from tests.cases import long
-from tests.cli.test_bad_input import CONFIG
 from tests.surface import OBJECTS, check_object
+from tests.train.runs import training_file
 
 SOURCE = Path(__file__).parents[2] / "src"
 # Read by every Python that starts with it, hence by ranks and by the process that they are forks of.
@@ -27,7 +27,7 @@ def ringspan(tmp_path):
     (tmp_path / "site" / "sitecustomize.py").write_text(BLOCK)
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 400)
-    (tmp_path / "config.toml").write_text(CONFIG.format(folder=tmp_path))
+    (tmp_path / "config.toml").write_text(training_file(tmp_path))
 
     def run(without, *arguments):
         path = os.pathsep.join([str(tmp_path / "site"), str(SOURCE)])

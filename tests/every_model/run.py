@@ -317,7 +317,7 @@ def page(facts: dict[str, Any]) -> str:
         "| why | what it would take | causal language models | models that see or hear |",
         "| --- | --- | --- | --- |",
     ]
-    reasons = sorted((refusal_of(row["sequence"]["refused"])[1:], row["kind"]) for row in refused)
+    reasons = sorted((refusal_of(row["sequence"]["refused"]), row["kind"]) for row in refused)
     for (why, needed), group in groupby(reasons, key=lambda pair: pair[0]):
         kinds = [kind for _, kind in group]
         names = (

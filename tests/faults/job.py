@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ringspan.core.errors import RingspanError
+from tests.train.runs import training_file, write_text
 
 
 def rank_of(config: Any, pids: str) -> Any:
@@ -54,38 +55,6 @@ def main(path: str, nproc: str, max_restarts: str) -> None:
     sys.exit(EXIT_STOPPED if result.stopped_by else 0)
 
 
-CONFIG = """
-run = "{run}"
-steps = {steps}
-[model]
-init = "scratch"
-tokenizer = "train"
-[model.config]
-model_type = "llama"
-vocab_size = 300
-hidden_size = 32
-intermediate_size = 64
-num_hidden_layers = 2
-num_attention_heads = 4
-num_key_value_heads = 2
-max_position_embeddings = 64
-[data]
-paths = ["{text}"]
-sequence_length_tokens = 61
-eval_fraction = 0
-[optimizer]
-warmup_steps = 2
-learning_rate = 1e-2
-{optimizer}
-[checkpoints]
-every_steps = {every_steps}
-keep = 9
-[watchdog]
-min_seconds = {min_seconds}
-silence_seconds = {silence_seconds}
-"""
-
-
 class Job:
     """A job in a folder of its own, started and struck by a test. The text is the same for all jobs of a parent."""
 
@@ -104,22 +73,11 @@ class Job:
     ) -> None:
         self.run, self.nproc, self.max_restarts = parent / name, nproc, max_restarts
         self.config = parent / f"{name}.toml"
-        text = parent / "text"
-        if not text.exists():
-            text.mkdir()
-            for number in range(20):
-                lines = (f"chapter {number} line {line} says {line * number % 17}\n" for line in range(60))
-                (text / f"{number}.txt").write_text("".join(lines))
+        if not (parent / "text").exists():
+            write_text(parent)
         self.config.write_text(
-            CONFIG.format(
-                run=self.run,
-                text=text,
-                steps=steps,
-                every_steps=every_steps,
-                min_seconds=min_seconds,
-                silence_seconds=silence_seconds,
-                optimizer=optimizer,
-            )
+            f"{training_file(parent, name, steps)}{optimizer}\n[checkpoints]\nevery_steps = {every_steps}\nkeep = 9\n"
+            f"[watchdog]\nmin_seconds = {min_seconds}\nsilence_seconds = {silence_seconds}\n"
         )
         self.pids = self.config.with_suffix(".pids")
         self.log = parent / f"{name}.log"

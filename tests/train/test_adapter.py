@@ -19,17 +19,17 @@ from ringspan.generate.folder import load_config, load_model
 from ringspan.generate.settings import GenerateSettings
 from ringspan.torch.weights.loading import read_whole
 from ringspan.train.adapter import add_adapter
-from ringspan.train.config.load import parse_config
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.loop import train
 from ringspan.train.model import build_model, load_model_config
 from tests.cases import long
 from tests.torch.models import build, relative, tokens
-from tests.train.test_loop import losses, text, train_on  # noqa: F401  text is a fixture
+from tests.train import runs
+from tests.train.runs import losses, train_on
 
 
 @pytest.fixture(scope="module")
-def base(text):  # noqa: F811
+def base(text):
     """The folder of a model that somebody trained, with its tokenizer."""
     from ringspan.train.config.data_table import DataConfig
     from ringspan.train.data.documents import load_documents
@@ -54,19 +54,8 @@ def test_what_peft_asks_of_transformers_warns_nobody(base, tmp_path):
 
 
 def settings(base: Path, name: str, adapter: dict[str, Any], **changes: Any) -> TrainConfig:
-    folder = base.parent
-    return parse_config(
-        {
-            "run": str(folder / name),
-            "steps": 3,
-            "model": {"path": str(base)},
-            "data": {"paths": str(folder / "text"), "sequence_length_tokens": 45, "eval_fraction": 0.1},
-            "optimizer": {"warmup_steps": 1, "learning_rate": 1e-2, "batch_size": 2},
-            "evaluation": {"every_steps": 2, "num_sequences": 3},
-            "adapter": adapter,
-            **changes,
-        }
-    )
+    own = {"model": {"path": str(base)}, "adapter": adapter, "optimizer": {"batch_size": 2}}
+    return runs.settings(base.parent, name, **own | changes)
 
 
 def one_process(config: TrainConfig) -> tuple[list[float], Any]:
@@ -113,7 +102,7 @@ KINDS = [
     (
         "rslora over 2 x tp 2",
         {"rank": 4, "use_rslora": True},
-        {"mesh": {"tp": 2}, "optimizer": {"warmup_steps": 1, "learning_rate": 1e-2, "batch_size": 4}},
+        {"mesh": {"tp": 2}, "optimizer": {"batch_size": 4}},
     ),
 ]
 
@@ -156,9 +145,7 @@ def test_a_run_resumes_on_another_mesh_and_is_merged(pool, base):
     [checkpoint] = (base.parent / name / "checkpoints").glob("step_*")
     size = sum(file.stat().st_size for file in checkpoint.rglob("*"))
     assert size < (base / "model.safetensors").stat().st_size
-    again = settings(
-        base, name, adapter, steps=4, optimizer={"warmup_steps": 1, "learning_rate": 1e-2, "batch_size": 4}
-    )
+    again = settings(base, name, adapter, steps=4, optimizer={"batch_size": 4})
     weights = load_file(base / "model.safetensors")
     build("llama", vocab_size=300, hidden_size=32, intermediate_size=64, seed=7).save_pretrained(base)
     for outcome in pool.outcomes(train_on, 4, again):
@@ -181,7 +168,7 @@ def test_a_run_resumes_on_another_mesh_and_is_merged(pool, base):
         ({"rank": 4}, {"rms_norm_eps": 1.0}, "with rms_norm_eps = 1e-06 in the model's config.json, where it is 1.0"),
     ],
 )
-def test_a_run_resumes_with_the_config_that_it_began_with(pool, text, base, adapter, change, says):  # noqa: F811
+def test_a_run_resumes_with_the_config_that_it_began_with(pool, text, base, adapter, change, says):
     folder = Path(shutil.copytree(base, text / f"base, {len(adapter)}"))
     changes = {"evaluation": {"every_steps": 0}, "data": {"paths": str(text / "text"), "sequence_length_tokens": 45}}
     config = settings(folder, f"other config, {len(adapter)}", adapter, steps=1, **changes)

@@ -19,9 +19,9 @@ from ringspan.train.data.order import BatchOrder
 from ringspan.train.data.seen import SeenSequences
 from ringspan.train.data.sequences import build_seen
 from ringspan.train.job import learning_rate
-from ringspan.train.loop import train
 from ringspan.train.model import build_model, load_model_config, load_processor
 from tests.train.conversations import CONFIG, TEMPLATE, WORDS, write_conversations, write_processor
+from tests.train.runs import losses, train_on
 
 
 def settings(folder: Path, name: str, **changes: Any) -> TrainConfig:
@@ -44,16 +44,6 @@ def talk(tmp_path_factory):
     write_processor(folder / "processor")
     write_conversations(folder, 24)
     return folder
-
-
-def train_on(mesh: Any, config: TrainConfig) -> Any:
-    del mesh
-    return train(config)
-
-
-def metrics(run: Path) -> list[float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line.get("loss", line.get("eval_loss")) for line in lines]
 
 
 def one_process(config: TrainConfig) -> list[float]:
@@ -90,7 +80,7 @@ def test_steps_equal_one_process_and_the_folder_opens(pool, talk):
     assert expected[2] < expected[0]
     shared = {"mesh": {"ring": 2, "replicate": 2}, "evaluation": {"every_steps": 3, "num_sequences": 3}}
     pool.run(train_on, 4, settings(talk, "ring", data={"eval_fraction": 0.2}, **shared))
-    found = metrics(talk / "ring")
+    found = losses(talk / "ring")
     assert found[:3] == pytest.approx(expected, rel=5e-6) and len(found) == 4
     model = AutoModelForImageTextToText.from_pretrained(talk / "ring" / "model")
     processor = AutoProcessor.from_pretrained(talk / "ring" / "model")

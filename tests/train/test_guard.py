@@ -17,8 +17,7 @@ from ringspan.train.guard import Diverged, Guard, Spikes
 from ringspan.train.job import prepare
 from ringspan.train.loop import Observer, train
 from ringspan.train.signals import StopRequest
-from tests.train.run_folder.test_resume import curve
-from tests.train.test_loop import settings, text  # noqa: F401  text is a fixture
+from tests.train.runs import curve, settings
 
 WHERE = "model.layers.1.mlp.up_proj.weight"
 
@@ -50,7 +49,7 @@ def steps_with_nan(mesh, config, poisoned_steps, value):
 
 
 @pytest.mark.parametrize("value", [math.nan, -math.inf])
-def test_all_ranks_skip_a_step_that_one_rank_spoils(pool, text, value):  # noqa: F811
+def test_all_ranks_skip_a_step_that_one_rank_spoils(pool, text, value):
     for told in pool.run(steps_with_nan, 4, settings(text, "nan"), [2], value):
         assert [applied for applied, _, _ in told] == [True, False, True]
         assert [unchanged for _, unchanged, _ in told] == [False, True, False]
@@ -65,7 +64,7 @@ def test_all_ranks_skip_a_step_that_one_rank_spoils(pool, text, value):  # noqa:
         ({"max_skipped_steps": 1}, [1, 2], "step 2: .*on rank 2; 1 steps before it were skipped already"),
     ],
 )
-def test_all_ranks_stop_where_they_should(pool, text, changes, poisoned, message):  # noqa: F811
+def test_all_ranks_stop_where_they_should(pool, text, changes, poisoned, message):
     outcomes = pool.outcomes(steps_with_nan, 4, settings(text, "nan", guard=changes), poisoned, math.nan)
     for outcome in outcomes:
         with pytest.raises(Diverged, match=message):
@@ -144,7 +143,7 @@ def train_with_a_spike(mesh, config, spike_step):
     return lines, places
 
 
-def test_a_spike_rewinds_all_ranks_and_the_data_goes_on_after_it(pool, text):  # noqa: F811
+def test_a_spike_rewinds_all_ranks_and_the_data_goes_on_after_it(pool, text):
     config = settings(text, "rewind", steps=6, checkpoints={"every_steps": 2}, guard={"spike": "rewind"}, evaluation={})
     for _, places in pool.run(train_with_a_spike, 4, config, 5):
         assert places == [0, 1, 2, 3, 4, 5, 6]  # step 5 rewinds to 4 and is taken again, two sequences later
@@ -154,7 +153,7 @@ def test_a_spike_rewinds_all_ranks_and_the_data_goes_on_after_it(pool, text):  #
     assert steps == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_rewind_without_a_checkpoint_skips(pool, text):  # noqa: F811
+def test_a_rewind_without_a_checkpoint_skips(pool, text):
     config = settings(text, "no rewind", checkpoints={"every_steps": 0}, guard={"spike": "rewind"})
     lines, places = pool.run(train_with_a_spike, 4, config, 2)[0]
     assert places == [0, 1, 2]

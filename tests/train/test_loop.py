@@ -16,7 +16,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ringspan.cli.main import main
 from ringspan.core.errors import ConfigError
 from ringspan.torch.data.batch import IGNORED
-from ringspan.train.config.load import parse_config
 from ringspan.train.config.tables import OptimizerConfig, TrainConfig
 from ringspan.train.data.documents import load_documents
 from ringspan.train.data.order import BatchOrder
@@ -25,53 +24,7 @@ from ringspan.train.job import _matmul_flops, learning_rate, prepare
 from ringspan.train.loop import Observer, train
 from ringspan.train.model import build_model, load_model_config, load_tokenizer
 from tests.cases import long
-
-
-def settings(folder: Path, name: str, **changes: object) -> TrainConfig:
-    return parse_config(
-        {
-            "run": str(folder / name),
-            "steps": 3,
-            "model": {
-                "init": "scratch",
-                "tokenizer": "train",
-                "config": {
-                    "model_type": "llama",
-                    "vocab_size": 300,
-                    "hidden_size": 32,
-                    "intermediate_size": 64,
-                    "num_hidden_layers": 2,
-                    "num_attention_heads": 4,
-                    "num_key_value_heads": 2,
-                    "max_position_embeddings": 64,
-                    "tie_word_embeddings": True,
-                },
-            },
-            "data": {"paths": str(folder / "text"), "sequence_length_tokens": 45, "eval_fraction": 0.1},
-            "optimizer": {"warmup_steps": 1, "learning_rate": 1e-2},
-            "evaluation": {"every_steps": 2, "num_sequences": 3},
-            **changes,
-        }
-    )
-
-
-@pytest.fixture(scope="module")
-def text(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("train")
-    (folder / "text").mkdir()
-    for number in range(30):
-        words = (f"chapter {number} line {line} says {line * number % 17}\n" for line in range(40))
-        (folder / "text" / f"{number}.txt").write_text("".join(words))
-    return folder
-
-
-def losses(run: Path) -> list[float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line.get("loss", line.get("eval_loss")) for line in lines]
-
-
-def train_on(mesh, config):
-    return train(config)
+from tests.train.runs import losses, metrics, settings, train_on
 
 
 def drawn(mesh, config):
@@ -115,7 +68,7 @@ def test_ranks_measure_how_fast_they_are_at_the_same_time(pool):
 def alone(text):
     """One process through the command itself: four examples a step, in four micro-steps."""
     folder = text / "alone.toml"
-    config = settings(text, "alone", optimizer={"warmup_steps": 1, "learning_rate": 1e-2, "accumulation_steps": 4})
+    config = settings(text, "alone", optimizer={"accumulation_steps": 4})
     values = json.loads(config.model_dump_json(exclude_none=True))
     folder.write_text(as_toml(values))
     argv, sys.argv = sys.argv, ["ringspan", "train", str(folder), "--nproc", "1"]
@@ -145,7 +98,7 @@ def as_toml(values: dict, prefix: str = "") -> str:
                 "ring of 4",
                 {
                     "memory": {"checkpoint": "auto", "activation_bytes": 1 << 30},
-                    "optimizer": {"warmup_steps": 1, "learning_rate": 1e-2, "accumulation_steps": 4},
+                    "optimizer": {"accumulation_steps": 4},
                 },
             )
         ),
@@ -155,15 +108,15 @@ def as_toml(values: dict, prefix: str = "") -> str:
                 "mesh": {"replicate": 2},
                 "attention": {"layout": "striped"},
                 "memory": {"checkpoint": "full", "layers_per_checkpoint": 2, "loss_chunk_tokens": 7},
-                "optimizer": {"warmup_steps": 1, "learning_rate": 1e-2, "accumulation_steps": 2},
+                "optimizer": {"accumulation_steps": 2},
             },
         ),
         (
-            "heads over 2",
+            "heads over 2, in folds",
             {
                 "mesh": {"tp": 2},
-                "memory": {"feedforward_chunk_tokens": 7},
-                "optimizer": {"warmup_steps": 1, "learning_rate": 1e-2, "accumulation_steps": 2, "batch_size": 2},
+                "memory": {"feedforward_chunk_tokens": 7, "folds": 3},
+                "optimizer": {"accumulation_steps": 2, "batch_size": 2},
             },
         ),
     ],
@@ -205,7 +158,7 @@ def test_separate_documents_do_not_see_each_other(pool, text, changes):
     short.mkdir(exist_ok=True)
     for number in range(60):
         (short / f"{number}.txt").write_text(f"document {number} says " + "so and " * (number % 7))
-    optimizer = {"warmup_steps": 1, "learning_rate": 1e-2, "batch_size": 2, "accumulation_steps": 2}
+    optimizer = {"batch_size": 2, "accumulation_steps": 2}
     data = {"paths": str(short), "sequence_length_tokens": 61, "eval_fraction": 0.2, "documents": "separate"}
     config = settings(text, name, optimizer=optimizer, data=data, **changes)
     pool.run(train_on, 4, config)
@@ -231,7 +184,7 @@ def numbers_summed_over_ranks(mesh, config):
 
 def test_replicas_add_their_gradients_up_once_a_step(pool, text):
     def summed(micro_steps):
-        optimizer = {"warmup_steps": 1, "learning_rate": 1e-2, "accumulation_steps": micro_steps}
+        optimizer = {"accumulation_steps": micro_steps}
         config = settings(text, f"{micro_steps} micro-steps", mesh={"replicate": 2}, optimizer=optimizer, steps=2)
         return pool.run(numbers_summed_over_ranks, 4, config)
 
@@ -241,7 +194,7 @@ def test_replicas_add_their_gradients_up_once_a_step(pool, text):
 
 
 def test_a_profiled_run_is_drawn_and_loses_nothing(pool, text, alone):
-    accumulated = {"warmup_steps": 1, "learning_rate": 1e-2, "accumulation_steps": 2, "batch_size": 2}
+    accumulated = {"accumulation_steps": 2, "batch_size": 2}
     pool.run(train_on, 4, settings(text, "profiled", profile=True, optimizer=accumulated))
     assert losses(text / "profiled") == pytest.approx(losses(alone), rel=2e-6)
     folder = text / "profiled" / "profile"
@@ -271,7 +224,7 @@ def test_the_result_is_an_ordinary_hugging_face_folder(alone):
 
 
 def test_metrics_say_what_the_readme_says(alone):
-    first = json.loads((alone / "metrics.jsonl").read_text().splitlines()[0])
+    first = metrics(alone)[0]
     assert set(first) == {
         "step",
         "loss",
@@ -288,7 +241,7 @@ def test_metrics_say_what_the_readme_says(alone):
 
 
 def test_a_run_can_start_from_its_result(pool, text, alone):
-    again = settings(text, "again", model={"path": str(alone / "model")}, optimizer={"warmup_steps": 1})
+    again = settings(text, "again", model={"path": str(alone / "model")})
     pool.run(train_on, 4, again)
     assert losses(text / "again")[0] < losses(alone)[0]
 
@@ -318,7 +271,7 @@ SEPARATE = {"sequence_length_tokens": 45, "documents": "separate"}
 def test_balanced_work_trains_the_same_model(pool, text, name, data, attention):
     common = {
         "mesh": {"ring": 2, "replicate": 2},
-        "optimizer": {"warmup_steps": 1, "learning_rate": 1e-2, "batch_size": 2, "accumulation_steps": 2},
+        "optimizer": {"batch_size": 2, "accumulation_steps": 2},
     }
     (text / name).mkdir()
     for number, lines in enumerate((1, 60, 2, 3, 1, 90, 4, 5, 2, 30)):

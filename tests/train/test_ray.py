@@ -1,6 +1,5 @@
 """The Ray Train example against the plain program: the same losses, also after a worker was killed."""
 
-import json
 import os
 import signal
 import subprocess
@@ -10,47 +9,22 @@ from pathlib import Path
 
 import pytest
 
+from tests.train.runs import metrics, training_file, write_text
+
 pytest.importorskip("ray", reason="needs ray[train]")
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_train.py"
-CONFIG = """
-run = "run"
-steps = 30
-[model]
-init = "scratch"
-tokenizer = "train"
-[model.config]
-model_type = "llama"
-vocab_size = 300
-hidden_size = 32
-intermediate_size = 64
-num_hidden_layers = 2
-num_attention_heads = 4
-num_key_value_heads = 2
-max_position_embeddings = 64
-[data]
-paths = "text"
-sequence_length_tokens = 45
-[optimizer]
-warmup_steps = 1
-[checkpoints]
-every_steps = 2
-"""
 
 
 @pytest.fixture
 def workplace(tmp_path: Path) -> Path:
-    (tmp_path / "text").mkdir()
-    for number in range(8):
-        words = (f"chapter {number} line {line} says {line * number % 17}\n" for line in range(40))
-        (tmp_path / "text" / f"{number}.txt").write_text("".join(words))
-    (tmp_path / "config.toml").write_text(CONFIG)
+    write_text(tmp_path, files=8)
+    (tmp_path / "config.toml").write_text(training_file(tmp_path, steps=30) + "[checkpoints]\nevery_steps = 2\n")
     return tmp_path
 
 
 def losses(run: Path) -> dict[int, float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+    return {line["step"]: line["loss"] for line in metrics(run) if "loss" in line}
 
 
 def workers(folder: Path) -> list[int]:
@@ -73,8 +47,8 @@ def test_a_killed_worker_changes_no_loss(workplace: Path):
     subprocess.run(plain, cwd=workplace, check=True, capture_output=True, timeout=120)
     command = [sys.executable, str(EXAMPLE), "config.toml", "--workers", "2", "--max-failures", "1"]
     with subprocess.Popen(command, cwd=workplace, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as job:
-        metrics, deadline = workplace / "run" / "metrics.jsonl", time.monotonic() + 120
-        while not metrics.exists() or len(metrics.read_text().splitlines()) < 5:
+        written, deadline = workplace / "run" / "metrics.jsonl", time.monotonic() + 120
+        while not written.exists() or len(written.read_text().splitlines()) < 5:
             assert job.poll() is None and time.monotonic() < deadline, "it does not train"
             time.sleep(0.02)
         victims = workers(workplace)

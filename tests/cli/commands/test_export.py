@@ -10,13 +10,14 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from tests.cli.test_bad_input import printed, refusal
 from tests.every_model.tiny import tiny_model
 from tests.torch.model.test_peft import stir
-from tests.train.test_loop import settings, text, train_on  # noqa: F401  text is a fixture
+from tests.train.runs import settings, train_on, write_text
 
 
 @pytest.fixture(scope="module")
-def run(pool, text):  # noqa: F811
-    pool.run(train_on, 4, settings(text, "run", steps=2, checkpoints={"every_steps": 1}))
-    return text / "run"
+def run(pool, tmp_path_factory):
+    folder = write_text(tmp_path_factory.mktemp("export"))
+    pool.run(train_on, 4, settings(folder, "run", steps=2, checkpoints={"every_steps": 1}))
+    return folder / "run"
 
 
 def test_it_says_what_it_wrote(run, tmp_path, monkeypatch, capsys):

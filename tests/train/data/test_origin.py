@@ -16,8 +16,7 @@ from ringspan.train.run_folder.record import RunLock
 from ringspan.train.run_folder.resume import compare
 from tests.cases import long
 from tests.cli.test_bad_input import refusal, workplace  # noqa: F401  workplace is a fixture
-from tests.train.run_folder.test_resume import curve
-from tests.train.test_loop import settings
+from tests.train.runs import curve, settings
 
 STEPS = 4
 
@@ -42,7 +41,6 @@ def run_settings(folder, steps=STEPS, every=2, **data):
         "run",
         steps=steps,
         data=common | data,
-        optimizer={"warmup_steps": 1},
         evaluation={},
         checkpoints={"every_steps": every},
     )

@@ -18,7 +18,7 @@ from ringspan.torch.weights import writing
 from ringspan.train.loop import train
 from ringspan.train.run_folder import export
 from ringspan.train.run_folder.export import export_checkpoint
-from tests.train.test_loop import settings, text, train_on  # noqa: F401  text is a fixture
+from tests.train.runs import settings, train_on
 
 STEPS = 3
 MESHES = {
@@ -26,13 +26,13 @@ MESHES = {
     "heads over 2, bfloat16": {
         "mesh": {"tp": 2},
         "model": {"dtype": "bfloat16"},
-        "optimizer": {"warmup_steps": 1, "batch_size": 2},
+        "optimizer": {"batch_size": 2},
     },
 }
 
 
 @pytest.fixture(scope="module")
-def runs(pool, text):  # noqa: F811
+def runs(pool, text):
     for name, changes in MESHES.items():
         changes = dict(changes)
         model = settings(text, name).model.model_dump(exclude_unset=True) | changes.pop("model", {})
@@ -71,7 +71,7 @@ def train_into_small_files(mesh, config):
         return train(config)
 
 
-def test_a_run_writes_a_model_of_several_files(pool, text, tmp_path):  # noqa: F811
+def test_a_run_writes_a_model_of_several_files(pool, text, tmp_path):
     """As it does where the weights are more than 5 GB."""
     pool.run(train_into_small_files, 4, settings(text, "small files"))
     assert len(list((text / "small files" / "model").glob("model-*.safetensors"))) > 1

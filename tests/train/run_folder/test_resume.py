@@ -1,6 +1,5 @@
 """Going on: bit-equal to a run that was never stopped, on the same ranks, and the same tokens on any others."""
 
-import json
 import os
 import signal
 from pathlib import Path
@@ -15,16 +14,14 @@ from ringspan.torch.runtime.forks import STOP_SIGNALS
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.loop import Observer, train
 from tests.cases import long
-from tests.train.test_loop import settings, text  # noqa: F401  text is a fixture
+from tests.train.runs import curve, settings
 
 STEPS = 5
-OPTIMIZER = {"warmup_steps": 1, "learning_rate": 1e-2}
 
 
 def config(folder: Path, name: str, **changes) -> TrainConfig:
     small = {
         "steps": STEPS,
-        "optimizer": OPTIMIZER,
         "evaluation": {"every_steps": 2, "num_sequences": 2},
         "checkpoints": {"every_steps": 2, "keep": 9},
     }
@@ -52,15 +49,6 @@ def handlers_after_a_stop(mesh, config, then_exit):
     return [signal.signal(number, handler) for number, handler in before.items()]
 
 
-def curve(run: Path) -> dict[tuple[int, str], float]:
-    """Everything measured that does not depend on the clock; each step once."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    values = [((line["step"], name), value) for line in lines for name, value in line.items()]
-    timeless = [pair for pair in values if pair[0][1] in ("loss", "grad_norm", "lr", "eval_loss")]
-    assert len(timeless) == len(dict(timeless))
-    return dict(timeless)
-
-
 def weights(run: Path) -> dict[str, torch.Tensor]:
     return load_file(run / "model" / "model.safetensors")
 
@@ -70,14 +58,14 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(pool, text):  # noqa: F811
+def uninterrupted(pool, text):
     pool.run(train_and_see, 4, config(text, "uninterrupted"))
     assert len(curve(text / "uninterrupted")) == 3 * STEPS + 3
     return text / "uninterrupted"
 
 
 @pytest.mark.parametrize("stop_after", [*long(1, 4), 2])
-def test_a_stopped_run_goes_on_bit_for_bit(pool, text, uninterrupted, stop_after):  # noqa: F811
+def test_a_stopped_run_goes_on_bit_for_bit(pool, text, uninterrupted, stop_after):
     stopped = config(text, f"stopped {stop_after}")
     for steps, signalled, _ in pool.run(train_and_see, 4, stopped, stop_after):
         # The signal comes after the vote of its step, so the next one is the last.
@@ -94,7 +82,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(pool, text, uninterrupted, stop_after
 
 
 @pytest.mark.parametrize("then_exit", [False, True])
-def test_a_signal_after_the_save_does_not_take_the_exit_code(pool, text, then_exit):  # noqa: F811
+def test_a_signal_after_the_save_does_not_take_the_exit_code(pool, text, then_exit):
     expected = signal.SIG_IGN if then_exit else signal.SIG_DFL
     for handlers in pool.run(handlers_after_a_stop, 4, config(text, f"exit {then_exit}"), then_exit):
         assert handlers == [expected] * len(STOP_SIGNALS)
@@ -130,16 +118,16 @@ def half(folder, name, **changes):
     return before.model_copy(update={"model": model})
 
 
-@pytest.mark.parametrize("changes", [*long({}, {"mesh": {"tp": 2}}), {"optimizer": OPTIMIZER | {"on_host": True}}])
-def test_bfloat16_parameters_train_with_a_float32_norm(pool, text, changes):  # noqa: F811
-    unclipped = {"optimizer": OPTIMIZER | {"clip_grad_norm": 0.0} | changes.get("optimizer", {})}
+@pytest.mark.parametrize("changes", [*long({}, {"mesh": {"tp": 2}}), {"optimizer": {"on_host": True}}])
+def test_bfloat16_parameters_train_with_a_float32_norm(pool, text, changes):
+    unclipped = {"optimizer": {"clip_grad_norm": 0.0} | changes.get("optimizer", {})}
     outcomes = pool.run(state_of_a_step, 4, half(text, "norm", **changes | unclipped))
     for kinds, norm, expected in outcomes:
         assert kinds == {torch.bfloat16}
         assert norm == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_run_in_bfloat16_resumes_bit_for_bit(pool, text, uninterrupted):  # noqa: F811
+def test_a_run_in_bfloat16_resumes_bit_for_bit(pool, text, uninterrupted):
     pool.run(train_and_see, 4, half(text, "half"))
     for (step, what), value in curve(uninterrupted).items():
         if what == "loss":
@@ -152,7 +140,7 @@ def test_a_run_in_bfloat16_resumes_bit_for_bit(pool, text, uninterrupted):  # no
     assert {weight.dtype for weight in weights(text / "half").values()} == {torch.bfloat16}
 
 
-def test_a_run_without_its_newest_checkpoint_uses_the_previous(pool, text, uninterrupted):  # noqa: F811
+def test_a_run_without_its_newest_checkpoint_uses_the_previous(pool, text, uninterrupted):
     damaged = config(text, "damaged")
     pool.run(train_and_see, 4, damaged, 3)
     run = text / "damaged"
@@ -170,13 +158,13 @@ def test_a_run_without_its_newest_checkpoint_uses_the_previous(pool, text, unint
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("2 x 2", {"mesh": {"replicate": 2}, "optimizer": OPTIMIZER | {"batch_size": 1}}),
-        *long(("heads over 2", {"mesh": {"tp": 2}, "optimizer": OPTIMIZER | {"batch_size": 2}})),
-        *long(("striped", {"attention": {"layout": "striped"}, "optimizer": OPTIMIZER | {"batch_size": 2}})),
+        ("2 x 2", {"mesh": {"replicate": 2}, "optimizer": {"batch_size": 1}}),
+        *long(("heads over 2", {"mesh": {"tp": 2}, "optimizer": {"batch_size": 2}})),
+        *long(("striped", {"attention": {"layout": "striped"}, "optimizer": {"batch_size": 2}})),
     ],
 )
-def test_another_mesh_or_layout_goes_on_with_the_same_tokens(pool, text, name, changes):  # noqa: F811
-    two = {"optimizer": OPTIMIZER | {"batch_size": 2}}
+def test_another_mesh_or_layout_goes_on_with_the_same_tokens(pool, text, name, changes):
+    two = {"optimizer": {"batch_size": 2}}
     pool.run(train_and_see, 4, config(text, f"whole {name}", **two))
     pool.run(train_and_see, 4, config(text, f"moved {name}", **two), 2)
     (_, _, lines), *_ = pool.run(train_and_see, 4, config(text, f"moved {name}", **changes))
@@ -197,12 +185,12 @@ def test_another_mesh_or_layout_goes_on_with_the_same_tokens(pool, text, name, c
         ({"model": {"path": "elsewhere"}}, ConfigError, "holds a run with model.path = null"),
     ],
 )
-def test_what_cannot_go_on_is_refused_on_all_ranks(pool, text, uninterrupted, changes, error, message):  # noqa: F811
+def test_what_cannot_go_on_is_refused_on_all_ranks(pool, text, uninterrupted, changes, error, message):
     outcomes = pool.outcomes(train_and_see, 4, config(text, "uninterrupted", **changes))
     assert all(isinstance(outcome, error) and message in str(outcome) for outcome in outcomes), outcomes
 
 
-def test_no_valid_checkpoint_is_refused_and_not_begun_anew(pool, text):  # noqa: F811
+def test_no_valid_checkpoint_is_refused_and_not_begun_anew(pool, text):
     hopeless = config(text, "hopeless")
     pool.run(train_and_see, 4, hopeless, 1)
     for manifest in (text / "hopeless" / "checkpoints").glob("*/manifest.json"):
@@ -212,22 +200,22 @@ def test_no_valid_checkpoint_is_refused_and_not_begun_anew(pool, text):  # noqa:
     assert all("is not a manifest of ringspan" in str(outcome) for outcome in outcomes)
 
 
-def test_more_steps_go_on_from_a_finished_run(pool, text):  # noqa: F811
+def test_more_steps_go_on_from_a_finished_run(pool, text):
     pool.run(train_and_see, 4, config(text, "longer", steps=2))
     (steps, _, lines), *_ = pool.run(train_and_see, 4, config(text, "longer", steps=3))
     assert steps == 3 and "steps = 3 (was 2)" in lines
     assert [step for step, name in curve(text / "longer") if name == "loss"] == [1, 2, 3]
 
 
-def test_fewer_steps_than_it_has_come_to_are_refused(pool, text):  # noqa: F811
+def test_fewer_steps_than_it_has_come_to_are_refused(pool, text):
     pool.run(train_and_see, 4, config(text, "fewer"), 3)
     for outcome in pool.outcomes(train_and_see, 4, config(text, "fewer", steps=2)):
         assert isinstance(outcome, ConfigError) and "has come to step 4, beyond steps = 2" in str(outcome)
 
 
 @pytest.mark.parametrize(("name", "mesh"), [("the same", {}), *long(("heads over 2", {"tp": 2}))])
-def test_moments_on_the_host_go_on_too(pool, text, uninterrupted, name, mesh):  # noqa: F811
-    on_host = OPTIMIZER | {"on_host": True}
+def test_moments_on_the_host_go_on_too(pool, text, uninterrupted, name, mesh):
+    on_host = {"on_host": True}
     pool.run(train_and_see, 4, config(text, f"on host, {name}", optimizer=on_host), 2)
     pool.run(train_and_see, 4, config(text, f"on host, {name}", optimizer=on_host, mesh=mesh))
     for step, loss in curve(uninterrupted).items():
