@@ -18,7 +18,7 @@ def in_float64(kind: type) -> dict[str, Any]:
     module = sys.modules[kind.__module__]
     with open(str(module.__file__), encoding="utf-8") as file:
         source = file.read()
-    source = re.sub(r"\.float\(\)", ".double()", source.replace("torch.float32", "torch.float64"))
+    source = re.sub(r"\btorch\.float(32)?\b", "torch.float64", source.replace(".float()", ".double()"))
     # Of equal scores torch takes any; which one may depend on the length of the row.
     ordered = "index_scores.sort(dim=-1, descending=True, stable=True).indices[..., :topk]"
     source = source.replace("index_scores.topk(topk, dim=-1).indices", ordered)

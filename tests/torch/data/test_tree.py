@@ -15,20 +15,21 @@ import ringspan as rs
 from ringspan.core.geometry.tree import Tree
 from ringspan.core.names import BATCH_LAYOUT_NAMES, PREFIX_LOSS_NAMES
 from tests.core.geometry.test_tree import trees
+from tests.every_model.hybrids import HYBRIDS
 from tests.every_model.tiny import tiny_model
 from tests.fuzz import examples
 from tests.torch.data.test_batch import parts
 from tests.torch.float64 import in_float64_of
 from tests.torch.models import build, relative, tokens, whole_gradients
+from tests.torch.recurrence.models import build as build_hybrid
 
 FAMILY = Tree((9, 5, 4, 1, 3, 7, 6), (-1, 0, 1, 1, 0, -1, 5))
 
 
 def made(kind: str, changes: dict[str, Any]) -> Any:
-    model = build(kind, **changes)
-    if "output_router_logits" in changes:  # float32 too, as routers' losses are
-        return model
-    model = in_float64_of(model)
+    if "output_router_logits" in changes:  # float32, as routers' losses are
+        return build(kind, **changes)
+    model = build_hybrid(kind, torch.float64, **changes) if kind in HYBRIDS else in_float64_of(build(kind, **changes))
     model.set_experts_implementation("eager")  # the others know no float64
     return model
 
@@ -127,12 +128,18 @@ def test_any_tree_is_its_branches_as_separate_rows(pool, given_tree, ranks, padd
         ("mixtral", 1, {"num_local_experts": 4, "output_router_logits": True}, {}),
         ("deepseek_v3", 1, {}, {"layers_per_checkpoint": 2}),
         ("llama", 2, {"vocab_size": 98}, {"loss_chunk_vocabulary": 13}),
+        ("qwen3_next", 1, {}, {}),
+        ("falcon_h1", 1, {}, {"checkpoint": "full", "layout": "balanced"}),
+        ("jamba", 1, {}, {"checkpoint": "none", "layout": "contiguous"}),
+        ("minimax", 1, {}, {"layers_per_checkpoint": 2}),
     ],
 )
 def test_each_kind_of_layer_takes_trees(pool, kind, tp, changes, options):
     # Temperatures are computed in float32.
     limit = 1e-6 if kind in ("llama4_text", "mixtral") else 1e-9
-    check(pool, 2 * tp, kind, changes, FAMILY, 2, "each", "zigzag", options, limit=limit, tp=tp)
+    options, layout = dict(options), options.get("layout", "zigzag")
+    options.pop("layout", None)
+    check(pool, 2 * tp, kind, changes, FAMILY, 2, "each", layout, options, limit=limit, tp=tp)
 
 
 @given(st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=9), min_size=1, max_size=8), st.integers(1, 4))
@@ -187,6 +194,6 @@ def refusal(mesh: DeviceMesh, kind: str) -> str:
 
 
 def test_layers_that_compute_no_trees_are_refused(pool):
-    for kind, reason in (("bloom", "ALiBi"), ("qwen3_next", "a state or a convolution"), ("deepseek_v32", "an index")):
+    for kind, reason in (("bloom", "ALiBi"), ("deepseek_v32", "an index")):
         for message in pool.run(refusal, 2, kind):
             assert f"which has {reason}" in message and message.endswith("give it separate rows")

@@ -15,12 +15,14 @@ from torch import Tensor
 
 import ringspan as rs
 from ringspan.core.geometry.layout import CustomLayout
+from ringspan.core.geometry.tree import Tree
 from ringspan.torch.recurrence.current import SequencePass, carried, current_pass, passing
 from ringspan.torch.recurrence.exchange import lend, scan
 from ringspan.torch.recurrence.plan import plan_of
 from ringspan.torch.recurrence.recurrence import convolution, recurrence
 from ringspan.torch.transport.exchange import COUNTERS
 from tests import cases
+from tests.core.geometry.test_tree import trees
 from tests.core.recurrence.reference import causal_convolution
 from tests.torch.models import relative
 from tests.torch.recurrence.layers import LAYERS, inputs
@@ -133,6 +135,47 @@ def test_a_convolution_reaches_back_within_its_document(cut, taps):
     assert relative(out, oracle) < 1e-12
     for gradient, truth in zip(found, expected, strict=True):
         assert relative(gradient, truth) < 1e-12
+
+
+def over_spans(name: str, tokens: int, sequences: SequencePass) -> Any:
+    """A layer's outputs over spans, its arguments, their token dimensions, and what computes it of consecutive ones."""
+    if name == "convolution":
+        generator, function = torch.Generator().manual_seed(0), module_of("lfm2", torch.float64)["causal_conv1d_fn"]
+        shapes = {"hidden_states": (1, 3, tokens), "weight": (3, 4), "bias": (3,)}
+        made = {key: torch.randn(shape, generator=generator, dtype=torch.float64) for key, shape in shapes.items()}
+        x, weight, bias = (x.requires_grad_() for x in made.values())
+        return convolution(function, x, weight, bias, sequences), made, {"hidden_states": 2}, lambda p: function(**p)
+    layer, made = LAYERS[name], inputs(name, 1, tokens)
+    for x in made.values():
+        if isinstance(x, Tensor):
+            x.requires_grad_()
+    function = layer.of(torch.float64)
+    out = recurrence(layer.rule, function, made, sequences)
+    return out, made, layer.rule.dims, lambda part: layer.rule.run(function, part, None)[0]
+
+
+@pytest.mark.parametrize("name", [*LAYERS, "convolution"])
+@settings(max_examples=12)
+@given(given_tree=trees(), spans=st.lists(st.integers(1, 12), min_size=40, max_size=40))
+def test_a_segment_takes_the_state_that_its_parent_ends_with(name, given_tree, spans):
+    tree = Tree(*map(tuple, given_tree))
+    tokens = sum(tree.lengths)
+    lengths = np.diff(np.minimum(np.cumsum([0, *spans]), tokens))
+    sequences = SequencePass((spans_of([length for length in lengths.tolist() if length]),), None, (tree,))
+    out, made, dims, compute = over_spans(name, tokens, sequences)
+    dim, chains, own = next(iter(dims.values())), list[Tensor](), list[Tensor]()
+    for segment, parent in zip(torch.arange(tokens).split(tree.lengths), tree.parents, strict=True):
+        chains.append(segment if parent < 0 else torch.cat((chains[parent], segment)))
+        part = {
+            key: x.index_select(dims[key], chains[-1]) if key in dims and isinstance(x, Tensor) else x
+            for key, x in made.items()
+        }
+        own.append(compute(part).narrow(dim, len(chains[-1]) - len(segment), len(segment)))
+    expected, leaves = torch.cat(own, dim), [x for x in made.values() if isinstance(x, Tensor)]
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), dtype=out.dtype)
+    found, truth = (torch.autograd.grad((x * weights).sum(), leaves) for x in (out, expected))
+    for one, other in ((out, expected), *zip(found, truth, strict=True)):
+        assert relative(one, other) < 1e-9
 
 
 @pytest.mark.parametrize(

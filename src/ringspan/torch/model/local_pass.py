@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.core.geometry.tree import Tree
 from ringspan.torch.attention.traced import Segments, ends_of, rows_of
 from ringspan.torch.data.batch import positions_of
 from ringspan.torch.data.batch_layout import BatchLayout
@@ -103,8 +102,7 @@ def _sequences(model: RingModel, tokens: int, packed: Packed | None, fold: Fold 
     split = split or BatchLayout.of(model.ring_layout, tokens * ring.size(), ring.size(), None)
     starts = ((0,),)
     if packed is not None and packed.lengths is not None:
-        # No layer that asks for them takes a tree.
-        starts = tuple(starts_of([row for row in packed.rows if row and not isinstance(row, Tree)])) or starts
+        starts = tuple(starts_of([row for row in packed.rows if row])) or starts
     return SequencePass(split.rows, ring.get_group(), starts, packed, fold=fold)
 
 

@@ -2,19 +2,23 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, Final
 
 from torch import Tensor, nn
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.balanced import batch_layout
+from ringspan.core.geometry.tree import Tree
 from ringspan.core.names import BatchLayoutName
 from ringspan.core.recurrence.spans import places_of
+from ringspan.torch.attention.traced import Segments
 from ringspan.torch.layers.decoder import STATEFUL_LAYERS
 from ringspan.torch.layers.modules import Mixin, forward_of, local_part, mix_in
 from ringspan.torch.layers.view import ModelView
 from ringspan.torch.recurrence.current import SequencePass, current_pass
+from ringspan.torch.recurrence.plan import Starts
 from ringspan.torch.recurrence.recurrence import convolution, recurrence, resumed
 from ringspan.torch.recurrence.rules import (
     DeltaRule,
@@ -179,9 +183,6 @@ class _RingLightning(Mixin):
         return self.out_proj(self.output_gate(hidden_states).sigmoid() * out), None
 
 
-def starts_of(rows: list[tuple[int, ...]]) -> Iterator[tuple[int, ...]]:
-    for lengths in rows:
-        ends = [0]
-        for length in lengths[:-1]:
-            ends.append(ends[-1] + length)
-        yield tuple(ends)
+def starts_of(rows: Sequence[Segments]) -> Iterator[Starts]:
+    for row in rows:
+        yield row if isinstance(row, Tree) else tuple(accumulate(row[:-1], initial=0))

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ringspan.core.geometry.layout import Layout
+from ringspan.torch.recurrence.plan import Starts
 
 
 class Record:
@@ -49,7 +50,7 @@ class SequencePass:
 
     layouts: tuple[Layout, ...]
     group: dist.ProcessGroup | None
-    starts: tuple[tuple[int, ...], ...] = ((0,),)
+    starts: tuple[Starts, ...] = ((0,),)
     packed: Any = None
     record: Record | None = field(default=None, compare=False)
     before: Before | None = field(default=None, compare=False)

@@ -84,11 +84,12 @@ def scan(
             if parts is None:
                 parts = [next(received).read() for _ in range(1 + message.has_map)]
             if message.is_state:
-                taken[target] = parts[0].clone()
+                taken[target] = taken[target] + parts[0] if target in taken else parts[0].clone()
             if message.composes:
                 own = prefix_maps[target]
                 prefixes[target] = applied(own, parts[0], is_matrix) + prefixes[target]
-                prefix_maps[target] = applied(own, parts[1], is_matrix) if message.has_map else torch.zeros_like(own)
+                if message.has_map:  # a whole prefix's map is not asked for again, but to add another branch's gradient
+                    prefix_maps[target] = applied(own, parts[1], is_matrix)
     return torch.stack([taken[number] if number in taken else torch.zeros_like(states[0]) for number in mine])
 
 

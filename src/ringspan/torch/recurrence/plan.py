@@ -8,9 +8,14 @@ from functools import cached_property, lru_cache
 import torch.distributed as dist
 
 from ringspan.core.geometry.layout import CustomLayout, Layout
+from ringspan.core.geometry.tree import Tree
+from ringspan.core.recurrence.branches import branch_loans, branch_rounds, branches_of
 from ringspan.core.recurrence.halo import Loan, halo_loans, reach_back
 from ringspan.core.recurrence.scan import Rounds, scan_rounds
 from ringspan.core.recurrence.spans import Links, Place, links_of, passes, pieces_of, places_of
+
+Starts = tuple[int, ...] | Tree
+"""Where a sequence's documents begin, or its tree."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class Plan:
         return self._loans[width]
 
     def mine(self, rank: int) -> tuple[int, ...]:
-        held = [(place.place, number) for number, place in enumerate(self.places) if place.rank == rank]
+        held = [(place.offset, number) for number, place in enumerate(self.places) if place.rank == rank]
         return tuple(number for _, number in sorted(held))
 
     def rows(self) -> list[tuple[slice, tuple[int, ...]]]:
@@ -78,12 +83,52 @@ class Plan:
         return self.places[number]
 
 
+class TreePlan(Plan):
+    """Plan of a tree, whose spans lie in one segment each."""
+
+    def __init__(self, layout: Layout, tree: Tree) -> None:
+        super().__init__(layout, ((),))
+        self.places, self._before = branches_of(layout, tree)
+        self._taken = frozenset(self._before)
+
+    @cached_property
+    def rounds(self) -> Rounds:
+        return branch_rounds(self._before)
+
+    @cached_property
+    def reverse_rounds(self) -> Rounds:
+        return branch_rounds(self._before, reverse=True)
+
+    def loans(self, width: int) -> tuple[Loan, ...]:
+        if width not in self._loans:
+            self._loans[width] = tuple(branch_loans(self.places, self._before, width))
+        return self._loans[width]
+
+    def pieces(self, number: int, starts: tuple[int, ...]) -> Iterator[LocalPiece]:
+        place = self.places[number]
+        yield LocalPiece(place.offset, place.offset + place.tokens, self.takes(number))
+
+    def passes(self, number: int, starts: tuple[int, ...]) -> bool:
+        return self.takes(number)
+
+    def reach_back(self, number: int, width: int, starts: tuple[int, ...]) -> int:
+        return sum(loan.tokens for loan in self.loans(width) if loan.target == number)
+
+    def is_taken(self, number: int) -> bool:
+        return number in self._taken
+
+    def takes(self, number: int) -> bool:
+        return self._before[number] >= 0
+
+
 @lru_cache(maxsize=64)
-def plan_of(layout: Layout, starts: tuple[tuple[int, ...], ...]) -> Plan:
-    return Plan(layout, starts)
+def plan_of(layout: Layout, starts: tuple[Starts, ...]) -> Plan:
+    if isinstance(starts[0], Tree):  # of the one sequence
+        return TreePlan(layout, starts[0])
+    return Plan(layout, tuple(row for row in starts if not isinstance(row, Tree)))
 
 
-def as_text(layout: Layout, starts: tuple[tuple[int, ...], ...], group: dist.ProcessGroup | None) -> str:
+def as_text(layout: Layout, starts: tuple[Starts, ...], group: dist.ProcessGroup | None) -> str:
     name = layout.spec if isinstance(layout, CustomLayout) else layout.name
     return json.dumps([name, layout.length, layout.ranks, starts, "" if group is None else group.group_name])
 
@@ -92,4 +137,5 @@ def as_text(layout: Layout, starts: tuple[tuple[int, ...], ...], group: dist.Pro
 def from_text(text: str) -> tuple[Plan, str]:
     name, length, ranks, starts, group = json.loads(text)
     layout = CustomLayout.parse(name) if name.startswith("custom") else Layout(name, length, ranks)
-    return plan_of(layout, tuple(map(tuple, starts))), group
+    is_tree = isinstance(starts[0][0], list)
+    return plan_of(layout, tuple(Tree(*map(tuple, row)) if is_tree else tuple(row) for row in starts)), group

@@ -99,7 +99,7 @@ class _Job:
     def of(cls, rule: Rule, function: Function, arguments: Arguments, sequences: SequencePass) -> "_Job":
         plan = plan_of(sequences.layouts[0], sequences.starts)
         rank = dist.get_rank(sequences.group) if sequences.group is not None else 0
-        text = as_text(plan.layout, plan.starts, sequences.group)
+        text = as_text(plan.layout, sequences.starts, sequences.group)
         return cls(rule, function, dict(arguments), plan, plan.mine(rank), text)
 
     def outputs(self, arguments: Arguments) -> Tensor:
@@ -247,7 +247,7 @@ def convolution(
     before = None if sequences.before is None else sequences.before.inputs
     halos = None
     if width and plan.loans(width):
-        text = as_text(plan.layout, plan.starts, sequences.group)
+        text = as_text(plan.layout, sequences.starts, sequences.group)
         x, halos = _Halo.apply(x, width, text, sequences.record)
     convolved: list[Tensor] = []
     for rows, starts in plan.rows():

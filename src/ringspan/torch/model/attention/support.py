@@ -50,8 +50,6 @@ def refuse_attention(view: ModelView) -> None:
 
 def why_no_tree(view: ModelView) -> str:
     """Name the layers that do not compute trees of segments; empty if all do."""
-    if view.stateful:
-        return f"a state or a convolution ({next(iter(view.stateful))})"
     if has_index(view.decoder.config):
         return "an index that chooses keys"
     return "ALiBi, which counts distances in the row" if uses_alibi(view.decoder) else ""
