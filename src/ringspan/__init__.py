@@ -4,7 +4,7 @@ Importing ringspan imports nothing but the standard library; a name loads what i
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ringspan.core.errors import (
@@ -59,7 +59,7 @@ _NAMES = {
 _MODULES = {name: f"ringspan.{module}" for module, names in _NAMES.items() for name in names}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _MODULES:
         return getattr(import_module(_MODULES[name]), name)
     raise AttributeError(f"module 'ringspan' has no attribute {name!r}")

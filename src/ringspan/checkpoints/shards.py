@@ -108,7 +108,7 @@ def opened_shards(folder: Path) -> Iterator[Callable[[str], Any]]:
     with ExitStack() as stack:
 
         @cache
-        def opened(name: str) -> Any:
+        def opened(name: str) -> safe_open:
             path = folder / name
             with refused(f"{path}: is not a shard", SafetensorError, OSError, ValueError, error_type=CheckpointError):
                 return stack.enter_context(safe_open(path, "pt"))
@@ -141,7 +141,7 @@ def _meeting(chunk: Chunk, piece: Piece) -> tuple[_Slices, _Slices] | None:
     return tuple(here), tuple(there)
 
 
-def _read_slice(shard: Any, path: Path, name: str, piece: Piece, part: _Slices, dtype: torch.dtype) -> Tensor:
+def _read_slice(shard: safe_open, path: Path, name: str, piece: Piece, part: _Slices, dtype: torch.dtype) -> Tensor:
     with refused(f"{path}: {name}", SafetensorError, OSError, ValueError, error_type=CheckpointError):
         stored = shard.get_slice(name)
         if tuple(stored.get_shape()) != piece.shape:

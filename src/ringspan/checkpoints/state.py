@@ -10,6 +10,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from ringspan.checkpoints.checkpoint import Checkpoints
 from ringspan.checkpoints.manifest import Manifest
@@ -19,7 +20,7 @@ from ringspan.torch.memory.local_optimizer import is_local, own_state, take_coun
 from ringspan.torch.model.config_changes import deciding_fields
 
 
-def model_facts(model: Any) -> dict[str, Any]:
+def model_facts(model: PreTrainedModel) -> dict[str, Any]:
     """Collect, as JSON, the facts in the model's other files that a run depends on."""
     files = {"config.json": model.config, "generation_config.json": getattr(model, "generation_config", None)}
     facts = {name: deciding_fields(config) for name, config in files.items() if config is not None}

@@ -1,7 +1,7 @@
 """This library's attention, as the suite calls one: an example of an adapter."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor
@@ -9,6 +9,9 @@ from torch import Tensor
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import Mask, causal, documents, full, sliding_window
 from ringspan.torch.attention.op import ring_attention
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 def attention(
@@ -20,7 +23,7 @@ def attention(
     window: int | None,
     documents: Sequence[int] | None,
     length: int,
-    group: Any,
+    group: "ProcessGroup | None",
 ) -> Tensor:
     """``ring_attention`` on a zigzag layout with the given mask, for ``--layout zigzag``."""
     layout = Layout("zigzag", length, dist.get_world_size(group))

@@ -46,7 +46,7 @@ class Ranks:
             self.close()
         return found
 
-    def _answer(self, pipe: Connection, seconds: float) -> Any:
+    def _answer(self, pipe: Connection, seconds: float) -> object:
         try:
             return pipe.recv() if pipe.poll(seconds) else None
         except (EOFError, ConnectionError):

@@ -1,6 +1,6 @@
 """Evaluation of long context: retrieval, tracing, aggregation, perplexity, and lm-eval's tasks."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ringspan.evaluate.harness.lm import RingLM
@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 __all__ = ["RingLM"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name != "RingLM":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from ringspan.core.messages.extras import require

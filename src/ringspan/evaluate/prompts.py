@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from random import Random
-from typing import Any, Final
+from typing import Final
+
+from transformers import PreTrainedTokenizerBase
 
 from ringspan.core.errors import ConfigError
 from ringspan.evaluate.settings import EvalSettings
@@ -29,7 +31,7 @@ class Question:
 class Prompts:
     """A task's questions for a tokenizer, the same for the same settings."""
 
-    def __init__(self, settings: EvalSettings, tokenizer: Any) -> None:
+    def __init__(self, settings: EvalSettings, tokenizer: PreTrainedTokenizerBase) -> None:
         self._settings, self._tokenizer = settings, tokenizer
         self.task: Task = TASKS[settings.task]
         text = sentences(prose(settings.text)) if self.task.needs_text else ()
@@ -75,7 +77,7 @@ class Prompts:
         return Question(ids, 2 * len(answer) + _MORE_TOKENS, prompt.answers)
 
 
-def with_template(tokenizer: Any, text: str, cue: str, *, plain: bool) -> list[int]:
+def with_template(tokenizer: PreTrainedTokenizerBase, text: str, cue: str, *, plain: bool) -> list[int]:
     """Tokenize the user's text and the answer's cue, by the chat template if it exists."""
     if plain or not tokenizer.chat_template:
         return list(tokenizer(text + cue).input_ids)

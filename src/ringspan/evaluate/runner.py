@@ -8,6 +8,7 @@ from statistics import fmean, stdev
 from typing import Any, Final, TypedDict
 
 import torch.distributed as dist
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ringspan.core.errors import ConfigError
 from ringspan.evaluate.perplexity import Document, chosen, measure
@@ -67,7 +68,7 @@ def plans(every: Sequence[EvalSettings]) -> list[Plan | None]:
     return found or [None] * len(every)
 
 
-def plan(settings: EvalSettings, config: Any, tokenizer: Any) -> Plan:
+def plan(settings: EvalSettings, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> Plan:
     """Plan all items that fit the model; raise ConfigError if none does or a length is below the shortest prompt."""
     limit = num_trained_positions(text_config(config))
     fits = [length for length in settings.lengths if limit is None or length <= limit]

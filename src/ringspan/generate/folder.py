@@ -3,12 +3,11 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -112,7 +111,7 @@ def check_ids(ids: Sequence[int], settings: GenerateSettings, config: PreTrained
         )
 
 
-def load_model(settings: GenerateSettings, config: PreTrainedConfig) -> Any:
+def load_model(settings: GenerateSettings, config: PreTrainedConfig) -> PreTrainedModel:
     """Load the model without weights, of which ``parallelize`` reads a part; with an adapter, merge on the CPU."""
     folder = base_folder(settings.folder)
     is_adapter = Path(settings.folder, ADAPTER_CONFIG).is_file()
@@ -124,7 +123,7 @@ def load_model(settings: GenerateSettings, config: PreTrainedConfig) -> Any:
     return model.eval()
 
 
-def _with_adapter(model: Any, folder: str) -> Any:
+def _with_adapter(model: PreTrainedModel, folder: str) -> PreTrainedModel:
     from peft import PeftModel
 
     if not Path(folder, ADAPTER_WEIGHTS).is_file():

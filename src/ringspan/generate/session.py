@@ -18,6 +18,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.generate.folder import check_ids, load_model
 from ringspan.generate.settings import GenerateSettings
 from ringspan.torch.consistency.watchdog import Limits, Watchdog
+from ringspan.torch.generate.cache.cache import RingCache
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.runtime.launch import local_device
 from ringspan.torch.runtime.mesh import init_mesh
@@ -63,7 +64,7 @@ class Session:
         """Beams of the model's generation_config. A cache of several beams cannot continue."""
         return self.model.generation_config.num_beams or 1
 
-    def new_cache(self) -> Any:
+    def new_cache(self) -> RingCache:
         """Return an empty cache, or the one that the settings name. Errors are raised on all ranks."""
         dtype = None if self.settings.cache_dtype == "auto" else self.settings.cache_dtype
         if self.settings.load_cache is None:
@@ -82,7 +83,7 @@ class Session:
         self.keep(cache)
         return answer
 
-    def opened(self) -> tuple[list[int], Any]:
+    def opened(self) -> tuple[list[int], RingCache]:
         """Return the named cache and its tokens, or a new one and none; errors are all ranks'."""
         if self.num_beams > 1 and (self.settings.load_cache or self.settings.save_cache):
             option = "--save-cache" if self.settings.load_cache is None else "--load-cache"
@@ -97,14 +98,14 @@ class Session:
             raise ConfigError(f"--load-cache {self.settings.load_cache}: holds {len(cache.ids)} texts, must hold one")
         return cache.ids[0].tolist(), cache
 
-    def keep(self, cache: object) -> None:
+    def keep(self, cache: RingCache) -> None:
         """Save a cache if the settings say so; raise CheckpointError on all ranks if that fails."""
         if self.settings.save_cache is not None:
             self.observer.doing("saving the cache")
             self.watchdog.be(0, "saving the cache", PATIENCE_SECONDS)
             self.model.save_cache(cache, self.settings.save_cache)
 
-    def answer(self, ids: Sequence[int], cache: Any = None) -> Answer:
+    def answer(self, ids: Sequence[int], cache: RingCache | None = None) -> Answer:
         """Generate after ``ids``, whose beginning the cache may hold already."""
         cache = self.new_cache() if cache is None else cache
         listener = _Listener(self.watchdog, self.tokenizer, self.observer)

@@ -37,7 +37,7 @@ BACKWARD_KEYS: Final = Blocks(
 )
 
 
-def interpreted(program: object) -> Any:
+def interpreted(program: object) -> object:
     """Return the program for the interpreter, in blocks so small that small problems have several."""
     return triton.heuristics({"ROWS": lambda _: 32, "KEYS": lambda _: 16})(program)
 

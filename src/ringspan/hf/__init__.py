@@ -7,7 +7,7 @@ trainer = Trainer(model=model, args=SFTConfig(...), train_dataset=data, ring=Rin
 
 # ruff: noqa: E402 - asked for before the modules below import it
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ringspan.core.messages.extras import require
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _TRL = frozenset(f"Ring{name}Trainer" for name in ("SFT", "DPO", "KTO", "Reward", "GRPO", "RLOO"))
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name in _TRL or name == "RingORPOTrainer":
         require(f"ringspan.hf.{name}", "trl")
         return getattr(import_module(f"ringspan.hf.trl.{'trainers' if name in _TRL else 'orpo'}"), name)

@@ -105,7 +105,7 @@ def takes_whole_batches(
     autocast: Callable[..., AbstractContextManager[Any]] | None = None,
 ) -> None:
     """Put a model on a ring if needed and let it take whole batches, in place. ``autocast`` makes its contexts."""
-    base = base_of(model)
+    base: Any = base_of(model)
     fused, plain = take_fused_forward(base), type(base).forward
     if not _is(base, RingCausalLM):
         devices = [torch.cuda.current_device()] if mesh.device_type == "cuda" else []

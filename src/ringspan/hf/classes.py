@@ -3,22 +3,23 @@
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ringspan.torch.consistency.calls import preparing
 from ringspan.torch.data.batch import IGNORED, TAKEN, shard_batch
 from ringspan.torch.data.batch_layout import BatchLayout, Unsharded
 from ringspan.torch.data.padding import real_tokens, refuse_targets_of_padding
+from ringspan.torch.layers.view import RingModel
 from ringspan.torch.model.adapters import base_of
 from ringspan.torch.model.tasks.classifier import RingClassifier, pools
 
 
-def classifies(model: Any) -> bool:
+def classifies(model: nn.Module) -> bool:
     """Return True for a classifier on a ring, also inside adapters."""
     return isinstance(base_of(model), RingClassifier)
 
 
-def classified(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+def classified(model: RingModel, call: Callable[..., Any], kwargs: dict[str, Any]) -> object:
     """Run the whole batch in ``kwargs``: logits (B, L), or (B, S, L) for tokens, on all ranks; with labels also a loss.
 
     Classifiers take a mean; if Trainer has counted targets, it multiplies by the count, so the loss is 1/R of the mean.

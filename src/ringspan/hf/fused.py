@@ -10,16 +10,18 @@ from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.modules import class_name
+from ringspan.torch.layers.view import RingModel
 from ringspan.torch.model.tasks.causal_lm import PerToken
 
 FIELDS: Final = ("log_probs", "entropy", "log_sum_sq_probs", "mean_logits", "is_top1", "label_mask")
 
 
-def take_fused_forward(model: Any) -> Callable[..., Any] | None:
+def take_fused_forward(model: nn.Module) -> Callable[..., Any] | None:
     """Remove and return the forward set by ``add_fused_lm_head``, or None; on a ring it would call the old forward."""
     forward: Any = vars(model).get("forward")
     if "fused_lm_head" not in getattr(getattr(forward, "__code__", None), "co_varnames", ()):
@@ -28,7 +30,9 @@ def take_fused_forward(model: Any) -> Callable[..., Any] | None:
     return forward.__func__
 
 
-def fused_output(model: Any, call: Callable[..., Any], gathered: Callable[[Tensor], Tensor], count: int | None) -> Any:
+def fused_output(
+    model: RingModel, call: Callable[..., Any], gathered: Callable[[Tensor], Tensor], count: int | None
+) -> object:
     """Return TRL's ``FusedCausalLMOutput``, (B, S) in the whole batch's order on every rank.
 
     ``call``: the ring's pass of the local batch; ``count``: targets to divide the loss by, None for the batch's.
@@ -53,7 +57,9 @@ def fused_output(model: Any, call: Callable[..., Any], gathered: Callable[[Tenso
     return kind(loss=-values["log_probs"].sum() / total, aux_loss=getattr(output, "aux_loss", None), **values)
 
 
-def _per_token(forward: Callable[..., Any], found: list[Any], model: Any, hidden: Tensor, targets: Tensor) -> Tensor:
+def _per_token(
+    forward: Callable[..., Any], found: list[Any], model: PreTrainedModel, hidden: Tensor, targets: Tensor
+) -> Tensor:
     """Run TRL's forward on local hidden states; concatenate its results as (B, T, fields)."""
     in_place = SimpleNamespace(
         base_model=lambda **_: SimpleNamespace(last_hidden_state=hidden),

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
 from ringspan.checkpoints.checkpoint import Checkpoints
 from ringspan.checkpoints.shards import Part
@@ -24,7 +25,9 @@ FOLDER: Final = "ring_optimizer"
 _RUN: Final = "trainer"  # one folder holds one save, so there is nothing to tell apart
 
 
-def save_optimizer(folder: Path, model: nn.Module, optimizer: Any, step: int, mesh: DeviceMesh, layout: str) -> None:
+def save_optimizer(
+    folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, step: int, mesh: DeviceMesh, layout: str
+) -> None:
     """Write this rank's part of the optimizer state; raise CheckpointError on all ranks if one fails."""
     sizes = {name: mesh[name].size() for name in mesh.mesh_dim_names or ()}
     with closing(Checkpoints(folder / FOLDER, run_id=_RUN, keep=1, asynchronous=False)) as checkpoints:
@@ -35,7 +38,7 @@ def save_optimizer(folder: Path, model: nn.Module, optimizer: Any, step: int, me
         raise error
 
 
-def load_optimizer(folder: Path, model: nn.Module, optimizer: Any) -> None:
+def load_optimizer(folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
     """Load ``save_optimizer``'s state of any mesh. Errors are raised on all ranks."""
     if not (folder / FOLDER).is_dir():
         advice = "; it was saved without a ring" if (folder / "optimizer.pt").is_file() else ""
@@ -55,7 +58,7 @@ def load_optimizer(folder: Path, model: nn.Module, optimizer: Any) -> None:
             group |= {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
 
 
-def _state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor | Part]:
+def _state(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor | Part]:
     return {name: value for name, value in run_state(model, optimizer).items() if name.startswith("optimizer/")}
 
 
@@ -67,7 +70,7 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     return groups
 
 
-def load_adapter(folder: Path, model: nn.Module) -> bool:
+def load_adapter(folder: Path, model: PreTrainedModel) -> bool:
     """Fill a PEFT model's adapter from a folder; return False if the model has none."""
     if not is_peft(model):
         return False

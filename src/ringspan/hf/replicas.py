@@ -56,7 +56,7 @@ class RingAccelerator(Accelerator):
         with exchanging():
             super().backward(loss, **kwargs)
 
-    def gather(self, tensor: object) -> Any:
+    def gather(self, tensor: object) -> object:
         """Concatenate all replicas' tensors along the first dimension."""
         return recursively_apply(self._gather_one, tensor, error_on_other_type=True)
 
@@ -68,7 +68,7 @@ class RingAccelerator(Accelerator):
         dist.all_gather(parts, tensor, group=self.ring_mesh["replicate"].get_group())
         return torch.cat(parts)
 
-    def reduce(self, tensor: object, reduction: str = "sum", scale: float = 1.0) -> Any:
+    def reduce(self, tensor: object, reduction: str = "sum", scale: float = 1.0) -> object:
         assert reduction in _REDUCTIONS, f"reduction={reduction!r}"
 
         def one(tensor: Tensor) -> Tensor:
@@ -80,7 +80,7 @@ class RingAccelerator(Accelerator):
 
         return recursively_apply(one, tensor, error_on_other_type=True)
 
-    def pad_across_processes(self, tensor: object, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> Any:
+    def pad_across_processes(self, tensor: object, dim: int = 0, pad_index: int = 0, pad_first: bool = False) -> object:
         """Pad along a dimension to the longest of all replicas."""
 
         def one(tensor: Tensor) -> Tensor:
@@ -96,7 +96,9 @@ class RingAccelerator(Accelerator):
         return recursively_apply(one, tensor, error_on_other_type=True)
 
     @contextmanager
-    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+    def split_between_processes(
+        self, inputs: list[Any] | tuple[Any, ...] | dict[str, Any] | Tensor, apply_padding: bool = False
+    ) -> Iterator[Any]:
         """Yield this replica's part of the inputs."""
         replica: Any = SimpleNamespace(
             num_processes=self.num_processes, process_index=self.process_index, device=self.device
@@ -111,13 +113,13 @@ class RingAccelerator(Accelerator):
             self.flag_tensor = None
         return is_set
 
-    def clip_grad_norm_(self, parameters: object, max_norm: float, norm_type: int = 2) -> Any:
+    def clip_grad_norm_(self, parameters: object, max_norm: float, norm_type: int = 2) -> object:
         """Clip by the whole norm; return it as a plain tensor on every rank."""
         norm: Any = super().clip_grad_norm_(parameters, max_norm, norm_type)
         return whole(norm)
 
 
-def without_repeats(accelerator: RingAccelerator, inputs: Any) -> Any:
+def without_repeats(accelerator: RingAccelerator, inputs: dict[str, Any]) -> dict[str, Any]:
     """Mask the targets of examples repeated to even out the last batch; streams and packed rows still repeat."""
     state, labels = accelerator.gradient_state, inputs.get("labels") if isinstance(inputs, Mapping) else None
     if not (state.end_of_dataloader and state.remainder > 0 and isinstance(labels, Tensor)):

@@ -45,7 +45,7 @@ class Dealing:
         self._is_ours = ours
         self._connector.use_distributed_sampler = self._is_wanted and not ours
 
-    def dealt(self, loader: object, stage: object) -> Any:
+    def dealt(self, loader: object, stage: object) -> object:
         """Return the loader of this rank's examples, unless Lightning dealt them out."""
         if not self._is_ours or not isinstance(loader, DataLoader):
             return loader

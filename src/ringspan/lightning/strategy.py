@@ -132,7 +132,9 @@ class RingStrategy(ModelParallelStrategy):
         if not any(isinstance(callback, AgreedStop) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             trainer.callbacks[:] = [ToldErrors(), *trainer.callbacks, AgreedStop(self.device_mesh)]  # type: ignore[attr-defined]
 
-    def backward(self, closure_loss: Tensor, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: object) -> Tensor:
+    def backward(
+        self, closure_loss: Tensor, optimizer: torch.optim.Optimizer, *args: object, **kwargs: object
+    ) -> Tensor:
         """Do as Lightning's, once all ranks have returned from ``training_step`` and what callbacks do before."""
         module: Any = self.lightning_module
         self.pre_backward(closure_loss)

@@ -3,9 +3,10 @@
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from math import ceil, hypot
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ringspan.core.errors import LayoutError
 from ringspan.core.geometry.layout import Layout, Span
@@ -131,7 +132,7 @@ def _pieces(layout: Layout, rank: int, hop: Hop) -> Iterator[list[Point]]:
             yield from _polygons(tile, queries, keys)
 
 
-def _cells(tile: Tile, queries: Any, keys: Any) -> Iterator[list[Point]]:
+def _cells(tile: Tile, queries: NDArray[np.int64], keys: NDArray[np.int64]) -> Iterator[list[Point]]:
     """Return unit squares: neighbours in storage lie ``step`` positions apart."""
     rows, columns = np.arange(tile.num_rows)[:, None], np.arange(tile.num_keys)[None, :]
     for i, j in np.argwhere((tile.lo <= rows - columns) & (rows - columns <= tile.hi)).tolist():

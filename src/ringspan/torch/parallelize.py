@@ -282,7 +282,7 @@ def _call_over_ring(parts: Parts, mesh: DeviceMesh, config: StepConfig) -> None:
     )
 
 
-def _note_what_stays(model: PreTrainedModel, layers: list[nn.Module], mesh: DeviceMesh) -> None:
+def _note_what_stays(model: Any, layers: list[nn.Module], mesh: DeviceMesh) -> None:
     note_data(model)
     note_buffers(model, layers)
     kind: Any = type(model)

@@ -161,7 +161,7 @@ def _text_tokens(folder: str, length: int) -> torch.Tensor:
     return AutoTokenizer.from_pretrained(folder)(text, return_tensors="pt")["input_ids"][:, :length]
 
 
-def _load(folder: str) -> Any:
+def _load(folder: str) -> PreTrainedModel:
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     return model.to(local_device()).train()
 

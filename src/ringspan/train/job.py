@@ -257,7 +257,9 @@ def evaluate(job: Job, sequences: Sequences) -> float:
     return total / max(1, num_targets)
 
 
-def _checkpoint(config: TrainConfig, model_config: Any, ring: int, dtype: torch.dtype) -> tuple[CheckpointName, int]:
+def _checkpoint(
+    config: TrainConfig, model_config: PreTrainedConfig, ring: int, dtype: torch.dtype
+) -> tuple[CheckpointName, int]:
     """Resolve "auto" to a checkpoint policy and layers per input."""
     memory = config.memory
     layers = None if memory.layers_per_checkpoint == "auto" else memory.layers_per_checkpoint

@@ -144,7 +144,7 @@ def _refuse_foreign(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> None
         )
 
 
-def load_processor(settings: ModelConfig, model_config: PreTrainedConfig, kept: Path | None = None) -> Any:
+def load_processor(settings: ModelConfig, model_config: PreTrainedConfig, kept: Path | None = None) -> Tokenizer:
     """Load the processor of conversations: ``kept``, else the model's; a tokenizer for text."""
     source = str(kept) if kept else settings.tokenizer_source
     if source is None or source == "train":
@@ -201,7 +201,7 @@ def num_matmul_parameters(model: PreTrainedModel) -> int:
     return sum(module.weight.numel() for module in modules if isinstance(module, torch.nn.Linear))
 
 
-def flops_per_token(model_config: Any, num_weights: float, length_tokens: float) -> float:
+def flops_per_token(model_config: PreTrainedConfig, num_weights: float, length_tokens: float) -> float:
     """Compute a training step's model FLOPs per token that sees ``length_tokens / 2`` keys; of states the products."""
     counts = zip(head_counts(model_config), head_sizes(model_config), strict=True)
     without = without_attention(model_config)

@@ -160,7 +160,7 @@ def harness(
     table(console(), f"lm-eval: {model}", ["task", "metric", "value", "items"], rows, numbers=2)
 
 
-def harness_rank(settings: Any, out: str) -> dict[str, Any] | None:
+def harness_rank(settings: "HarnessSettings", out: str) -> dict[str, Any] | None:
     from ringspan.evaluate.harness.run import run_harness
 
     hush()

@@ -15,7 +15,7 @@ def signed(values: object) -> str:
     return json.dumps({"sha256": digest_of(values), "manifest": values}, allow_nan=False)
 
 
-def read_signed(path: Path, reason: str) -> Any:
+def read_signed(path: Path, reason: str) -> object:
     """Return a signed file's content; CheckpointError if missing (for ``reason``), cut or changed."""
     try:
         if path.stat().st_size > _MAX_BYTES:

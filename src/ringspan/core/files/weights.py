@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Callable, Collection
 from pathlib import PurePosixPath
-from typing import Any, Final
+from typing import Final
 
 from ringspan.core.errors import ConfigError
 from ringspan.core.files.named import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODEL_CONFIG
@@ -18,7 +18,7 @@ _SHARD: Final = re.compile(r"shard-\d{5}-model-\d{5}-of-\d{5}\.safetensors")
 
 
 def weights_in(
-    names: Collection[str], read: Callable[[str], str], *, named: Any = None, variant: str | None = None
+    names: Collection[str], read: Callable[[str], str], *, named: str | None = None, variant: str | None = None
 ) -> dict[str, set[str]]:
     """Return the weight files among some names, each with its indexed tensors; ConfigError if no safetensors."""
     if named is not None and not (_is_inside(named) and named.endswith((".safetensors", ".safetensors.index.json"))):
@@ -69,7 +69,7 @@ def _of_variant(name: str, variant: str | None) -> str:
     return name if variant is None else f"{stem}.{variant}.{ending}"
 
 
-def _is_inside(name: Any) -> bool:
+def _is_inside(name: str) -> bool:
     path = PurePosixPath(name)
     return not path.is_absolute() and ".." not in path.parts
 

@@ -44,7 +44,7 @@ def refused(
         raise error_type(f"{what}: {one_line(error)}{remedy}") from error
 
 
-def differences(before: Any, now: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def differences(before: object, now: object, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield dotted name and both values of what differs."""
     if isinstance(before, dict) and isinstance(now, dict):
         old, new = cast(dict[str, Any], before), cast(dict[str, Any], now)

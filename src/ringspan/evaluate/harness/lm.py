@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from jinja2.exceptions import TemplateError
 from lm_eval.api.instance import Instance
-from lm_eval.api.model import TemplateLM
+from lm_eval.api.model import CacheHook, TemplateLM
 from lm_eval.models.utils import Collator, handle_stop_sequences, normalize_gen_kwargs, postprocess_generated_text
 from lm_eval.models.utils_hf import stop_sequences_criteria
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -20,6 +20,7 @@ from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.messages.lines import one_line, shortened
 from ringspan.evaluate.records import Answers
 from ringspan.torch.data.batch import shard_batch
+from ringspan.torch.generate.model import RingGenerator
 from ringspan.torch.layers.decoder import text_config
 from ringspan.torch.layers.positions import num_trained_positions, rotates_by_length
 from ringspan.torch.model.tasks.logprobs import token_logprobs
@@ -59,7 +60,7 @@ class RingLM(TemplateLM):
 
     def __init__(
         self,
-        model: Any,
+        model: RingGenerator,
         tokenizer: Any,
         *,
         max_length: int | None = None,
@@ -136,7 +137,7 @@ class RingLM(TemplateLM):
         except TemplateError as error:
             raise ConfigError(f"the tokenizer's chat template refuses a conversation: {one_line(error)}") from error
 
-    def set_cache_hook(self, cache_hook: Any) -> None:
+    def set_cache_hook(self, cache_hook: CacheHook) -> None:
         """Set lm-eval's own cache of answers, ``use_cache``."""
         if dist.get_world_size() > 1:
             raise UnsupportedError(
@@ -166,13 +167,13 @@ class RingLM(TemplateLM):
             found[at] = value
         return found
 
-    def _keep(self, method: str, asked: tuple[Any, ...], answer: Any) -> None:
+    def _keep(self, method: str, asked: tuple[Any, ...], answer: object) -> None:
         self.cache_hook.add_partial(method, asked, answer)
         if self._answers is not None:
             self._answers.add(method, asked, answer)
 
     def _loglikelihood_tokens(
-        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: Any
+        self, requests: list[tuple[tuple[str, str], list[int], list[int]]], **kwargs: object
     ) -> list[tuple[float, bool]]:
         for asked, context, continuation in requests:
             if not (context and continuation):

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jax.typing import DTypeLike
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.jax.kernels.xla import Gradients, Kernel, State, parted, varying_like
@@ -225,7 +226,9 @@ def _derivatives(pair: _Pair, head: int, allowed: Array | None, q, k, v, dout, l
 def _spec(kind: str, x: Array, program: Program) -> pl.BlockSpec:
     """Specify an array's chunk for a step of the grid: (F, T', ...) by keys, (F, P, T, ...) by queries."""
 
-    def index(head: Any, number: Any, num_pairs: Any, pairs: Any, lists: Any, bands: Any) -> tuple[Any, ...]:
+    def index(
+        head: Array, number: Array, num_pairs: Array, pairs: Array, lists: Array, bands: Array
+    ) -> tuple[Any, ...]:
         where = pairs[2 * number]
         chunk = (0, query_of(where)) if kind == "q" else (key_of(where),)
         return (head, *chunk, 0)[: x.ndim]
@@ -234,7 +237,7 @@ def _spec(kind: str, x: Array, program: Program) -> pl.BlockSpec:
     return pl.BlockSpec((1, *chunk, *x.shape[len(chunk) + 1 :]), index)
 
 
-def _dot(a: Array, b: Array, over_a: int, over_b: int, dtype: Any) -> Array:
+def _dot(a: Array, b: Array, over_a: int, over_b: int, dtype: DTypeLike) -> Array:
     # The TPU's compiler refuses the highest precision for bfloat16, which has no other.
     precision = lax.Precision.DEFAULT if a.dtype == jnp.bfloat16 else lax.Precision.HIGHEST
     contracted = ((over_a,), (over_b,)), ((), ())

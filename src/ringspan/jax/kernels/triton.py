@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.typing import DTypeLike
 
 from ringspan.gpu.support import LARGEST_HEADS, interprets_triton, is_installed
 from ringspan.jax.kernels.xla import Gradients, Kernel, parted, varying_like
@@ -29,7 +30,7 @@ class Partial(NamedTuple):
 class TritonKernel(Kernel):
     program: Tables
 
-    def start(self, rows: tuple[int, ...], size: int, dtype: Any) -> Partial:
+    def start(self, rows: tuple[int, ...], size: int, dtype: DTypeLike) -> Partial:
         return Partial(jnp.zeros((*rows, size), dtype), jnp.full(rows, -jnp.inf, dtype))
 
     def finish(self, state: Partial) -> tuple[Array, Array]:
@@ -97,7 +98,7 @@ class TritonKernel(Kernel):
         return [varying_like(x, q, v) for x in found]  # jax-triton does not say along which mesh axes results differ
 
 
-def why_not(q: Any, v: Any) -> str | None:
+def why_not(q: Array, v: Array) -> str | None:
     """Return why the programs cannot compute attention of these arrays here, or None."""
     if jax.default_backend() != "gpu" and not interprets_triton():
         return f"it is for GPUs, not for {jax.default_backend()}"

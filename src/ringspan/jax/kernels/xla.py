@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from ringspan.jax.program import Course, Program
 
@@ -63,7 +64,7 @@ class Kernel(ABC):
     scale: float
     softcap: float | None
 
-    def start(self, rows: tuple[int, ...], size: int, dtype: Any) -> Any:
+    def start(self, rows: tuple[int, ...], size: int, dtype: DTypeLike) -> Any:
         """Return the state of queries (F, P, T) that have seen no key; values have ``size`` E."""
         return State(jnp.zeros((*rows, size), dtype), jnp.full(rows, LOWEST, dtype), jnp.zeros(rows, dtype))
 
@@ -229,7 +230,7 @@ class XlaKernel(Kernel):
         return _loop(count - 1, lambda n, seen: seen | inside(first + 1 + n), inside(first))
 
 
-def accumulation_dtype(dtype: Any) -> Any:
+def accumulation_dtype(dtype: DTypeLike) -> DTypeLike:
     """Return float64 for float64 inputs, else float32."""
     return jnp.promote_types(dtype, jnp.float32)
 
@@ -249,7 +250,7 @@ def _over_heads(one_head: Callable[..., _Sums], inputs: tuple[Any, ...], sums: _
     if jax.default_backend() == "cpu":
         return lax.fori_loop(0, len(inputs[0]), lambda head, sums: one_head(head, *inputs, sums), sums)
 
-    def alone(*arrays: Any) -> _Sums:
+    def alone(*arrays: object) -> _Sums:
         *inputs, sums = jax.tree.map(lambda x: x[None], arrays)
         return jax.tree.map(lambda x: x[0], one_head(jnp.zeros((), jnp.int32), *inputs, sums))
 
@@ -267,7 +268,7 @@ def _loop(count: Array, body: Callable[[Array, Any], Any], start: Any) -> Any:
     return lax.fori_loop(jnp.zeros((), count.dtype), count, body, start)
 
 
-def _dot(a: Array, b: Array, contracting: tuple[tuple[int], tuple[int]], dtype: Any) -> Array:
+def _dot(a: Array, b: Array, contracting: tuple[tuple[int], tuple[int]], dtype: DTypeLike) -> Array:
     """Multiply with accumulation, on every device, in the precision of the dtypes."""
     return lax.dot_general(
         a, b, (contracting, ((), ())), precision=lax.Precision.HIGHEST, preferred_element_type=dtype

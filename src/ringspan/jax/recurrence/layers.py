@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
+from jax.typing import DTypeLike
 
 from ringspan.core.arguments import find_layouts
 from ringspan.core.errors import LayoutError, UnsupportedError
@@ -59,7 +60,7 @@ def delta_rule(
     _check({"q": q, "k": k, "v": v, "log_decay": channels, "beta": beta}, 3, heads=2)
     size, width = k.shape[-1], v.shape[-1]
 
-    def step(state: Array, token: Any) -> tuple[Array, Array]:
+    def step(state: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
         q, k, v, decay, beta = token
         state = state * decay[..., None]
         told = jnp.einsum("bhk,bhkv->bhv", k, state)
@@ -98,13 +99,13 @@ def state_space_dual(
     """
     _check({"x": x, "dt": dt, "b": b, "c": c}, 3, heads=2)
 
-    def step(state: Array, token: Any) -> tuple[Array, Array]:
+    def step(state: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
         x, dt, b, c = token
         state = jnp.exp(a * dt)[:, :, None, None] * state + jnp.einsum("bh,bhv,bhn->bhvn", dt, x, b)
         out = jnp.einsum("bhvn,bhn->bhv", state, c)
         return state, out if d is None else out + d[:, None] * x
 
-    def map_of(end: Array, begins: Array, inputs: Any) -> tuple[Array, Array]:
+    def map_of(end: Array, begins: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
         decay = jnp.exp(a * inputs[1].sum(1))[:, :, None, None]
         return jnp.where(begins.any(), 0, decay), end
 
@@ -131,13 +132,13 @@ def selective_scan(
     inputs = tuple(each.swapaxes(1, 2) for each in (x, dt, b, c))
     _check(dict(zip(("x", "dt", "b", "c"), inputs, strict=True)), 3)
 
-    def step(state: Array, token: Any) -> tuple[Array, Array]:
+    def step(state: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
         x, dt, b, c = token
         state = jnp.exp(a * dt[..., None]) * state + (dt * x)[..., None] * b[:, None]
         out = jnp.einsum("bcn,bn->bc", state, c)
         return state, out if d is None else out + d * x
 
-    def map_of(end: Array, begins: Array, inputs: Any) -> tuple[Array, Array]:
+    def map_of(end: Array, begins: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
         return jnp.where(begins.any(), 0, jnp.exp(a * inputs[1].sum(1)[..., None])), end
 
     return _recurrence(step, inputs, a.shape, map_of, layout, axis_name, starts, x.dtype).swapaxes(1, 2)
@@ -161,12 +162,12 @@ def lightning_attention(
     _check(dict(zip(("q", "k", "v"), inputs, strict=True)), 4, heads=2)
     decay = jnp.exp(-_wide(slopes))[:, None, None]
 
-    def step(state: Array, token: Any) -> tuple[Array, Array]:
+    def step(state: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
         q, k, v = token
         state = decay * state + jnp.einsum("bhk,bhv->bhkv", k, v)
         return state, jnp.einsum("bhk,bhkv->bhv", q, state)
 
-    def map_of(end: Array, begins: Array, inputs: Any) -> tuple[Array, Array]:
+    def map_of(end: Array, begins: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
         whole = jnp.exp(-_wide(slopes) * inputs[0].shape[1])[:, None, None]
         return jnp.where(begins.any(), 0, jnp.broadcast_to(whole, (len(end), *whole.shape))), end
 
@@ -211,7 +212,7 @@ def _recurrence(
     layout: LayoutName | Layout,
     axis_name: str,
     starts: Starts,
-    dtype: Any,
+    dtype: DTypeLike,
     *,
     begun: Callable[[int], Array] | None = None,
     is_matrix: bool = False,
@@ -226,7 +227,7 @@ def _recurrence(
 
     @jax.checkpoint
     def run(state: Array, begins: Array, part: tuple[Array, ...]) -> tuple[Array, Array]:
-        def one(state: Array, token: Any) -> tuple[Array, Array]:
+        def one(state: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
             is_first, *values = token
             return step(jnp.where(is_first, 0, state), values)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
@@ -91,7 +92,7 @@ def _measure(case: StepCase) -> dict[str, Any]:
     }
 
 
-def _step(model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> None:
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> None:
     model(**batch).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -105,6 +106,6 @@ _SDPA = {
 }
 
 
-def _keep_sdpa(ctx: object, operator: object, *args: Any, **kwargs: object) -> CheckpointPolicy:
+def _keep_sdpa(ctx: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
     """Checkpoint like checkpoint="attention", for the baseline."""
     return CheckpointPolicy.MUST_SAVE if operator in _SDPA else CheckpointPolicy.PREFER_RECOMPUTE

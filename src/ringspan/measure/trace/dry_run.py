@@ -10,12 +10,12 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.geometry.balanced import batch_layout
@@ -75,7 +75,7 @@ def trace(config: PreTrainedConfig, setting: Setting, rank: int = 0) -> Trace:
 
 
 def prepare(
-    model: Any, mesh: DeviceMesh, setting: Setting, *, host_optimizer: type[HostAdamW] = HostAdamW
+    model: PreTrainedModel, mesh: DeviceMesh, setting: Setting, *, host_optimizer: type[HostAdamW] = HostAdamW
 ) -> tuple[Any, torch.optim.Optimizer, dict[str, torch.Tensor]]:
     """Return the model on a mesh, its optimizer and a batch of one repeated token."""
     model = put_on_mesh(model, mesh, setting)
@@ -86,7 +86,7 @@ def prepare(
     return model, optimizer, _batch(model, mesh, setting)
 
 
-def _settle(tracker: MemoryTracker, model: Any, optimizer: torch.optim.Optimizer) -> None:
+def _settle(tracker: MemoryTracker, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Do a first step's one-off work: FSDP pads and gathers, the optimizer makes its state, DTensor its plans."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -99,7 +99,7 @@ def _settle(tracker: MemoryTracker, model: Any, optimizer: torch.optim.Optimizer
 
 
 def watch_step(
-    tracker: MemoryTracker, model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]
+    tracker: MemoryTracker, model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]
 ) -> None:
     """Track a training step; the tracker forgets the moments before it."""
     tracker.watch("activations", batch.values())
@@ -107,7 +107,7 @@ def watch_step(
     train_step(tracker, model, optimizer, batch)
 
 
-def _batch(model: Any, mesh: DeviceMesh, setting: Setting) -> dict[str, torch.Tensor]:
+def _batch(model: nn.Module, mesh: DeviceMesh, setting: Setting) -> dict[str, torch.Tensor]:
     padded = batch_layout(setting.layout, setting.length, setting.ring, folds=setting.folds).padded_length
     tokens = torch.zeros(setting.batch, padded, dtype=torch.int64)
     device = next(model.parameters()).device

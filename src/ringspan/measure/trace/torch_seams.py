@@ -36,7 +36,7 @@ def watched_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator
     """Call ``resized`` after a storage changes its size, as FSDP does; a dispatch mode sees only operators."""
     resize = torch.UntypedStorage.resize_
 
-    def resize_and_tell(storage: torch.UntypedStorage, size: int) -> Any:
+    def resize_and_tell(storage: torch.UntypedStorage, size: int) -> object:
         result = resize(storage, size)
         resized(storage)
         return result
@@ -54,7 +54,7 @@ def watched_predictions(predicts: Callable[[bool], None]) -> Iterator[None]:
     # A dispatch mode cannot tell them from a traced run's own: they are of the fake mode that is active.
     predict = ShardingPropagator._propagate_tensor_meta_non_cached
 
-    def predict_and_tell(*args: Any) -> Any:
+    def predict_and_tell(*args: Any) -> object:
         predicts(True)
         try:
             return predict(*args)

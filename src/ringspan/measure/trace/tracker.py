@@ -2,7 +2,7 @@
 
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedModel
 
 from ringspan.core.names import CATEGORIES, Category
 from ringspan.measure.trace.torch_seams import watched_predictions, watched_resizes
@@ -141,7 +142,9 @@ class MemoryTracker(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled in here, and the guard against it costs more than a question to a tensor
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Collection[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
         if func is _DEVICE_OF:  # more than half of what a traced step asks, and no operator
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         if DTensor in types:
@@ -216,7 +219,9 @@ class MemoryTracker(TorchDispatchMode):
             self._changed = False
 
 
-def train_step(tracker: MemoryTracker, model: Any, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]) -> None:
+def train_step(
+    tracker: MemoryTracker, model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]
+) -> None:
     """Run a training step like the loop, its phases marked in the tracker."""
     tracker.phase = "forward"
     loss = model(**batch).loss
@@ -228,14 +233,14 @@ def train_step(tracker: MemoryTracker, model: Any, optimizer: torch.optim.Optimi
     end_step(tracker, model, optimizer)
 
 
-def end_step(tracker: MemoryTracker, model: Any, optimizer: torch.optim.Optimizer) -> None:
+def end_step(tracker: MemoryTracker, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     tracker.watch_optimizer(optimizer)
     optimizer.zero_grad()
 
 
-def held_activations(model: Any, batch: dict[str, Tensor]) -> int:
+def held_activations(model: PreTrainedModel, batch: dict[str, Tensor]) -> int:
     """Return the bytes that the decoder keeps for backward, without parameters gathered by FSDP."""
     tracker = MemoryTracker()
     # After the decoder and before the loss, which has gradients of its own.

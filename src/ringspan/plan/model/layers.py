@@ -2,7 +2,7 @@
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ringspan.plan.model.kinds import PARTS, Kept
@@ -91,7 +91,7 @@ class _Attention(torch.autograd.Function):
         return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> Any:
+    def backward(ctx: Any, *grad_outputs: object) -> object:
         raise NotImplementedError
 
 
@@ -104,7 +104,7 @@ def first_alike(layers: list[nn.Module], others: Iterable[Any]) -> list[int]:
     ]
 
 
-def _looks_of(named: tuple[str, nn.Module]) -> Any:
+def _looks_of(named: tuple[str, nn.Module]) -> object:
     path, module = named
     settings = [(n, x) for n, x in vars(module).items() if isinstance(x, (bool, int, float, str, type(None)))]
     numbers = {n for n, x in settings if type(x) is int and ("idx" in n or "layer" in n)}  # which layer it is
@@ -156,14 +156,16 @@ def _holds(storages: dict[int, Any], x: Tensor) -> bool:
     return found is not None and found() is not None
 
 
-def _grouped(a: Any, b: Any, *_: Any, **__: Any) -> int:
+def _grouped(a: Sequence[int], b: Sequence[int], *_: object, **__: object) -> int:
     return 2 * a[0] * a[1] * b[-1]
 
 
 _FALLBACK: Final = getattr(getattr(torch.ops, "transformers", None), "grouped_mm_fallback", torch.ops.aten._grouped_mm)
 
 
-def run_layers(model: Any, decoder: Any, layers: list[nn.Module], first: list[int]) -> tuple[list[LayerRun], LayerRun]:
+def run_layers(
+    model: nn.Module, decoder: PreTrainedModel, layers: list[nn.Module], first: list[int]
+) -> tuple[list[LayerRun], LayerRun]:
     """Run a model on the meta device; watch its layers (equal ones share a run), and what is around them."""
     try:
         return _run(model, decoder, layers, first, torch.ones(1, _TOKENS, dtype=torch.int64, device="meta"))
@@ -173,11 +175,13 @@ def run_layers(model: Any, decoder: Any, layers: list[nn.Module], first: list[in
 
 
 def _run(
-    model: Any, decoder: Any, layers: list[nn.Module], first: list[int], tokens: Tensor
+    model: nn.Module, decoder: PreTrainedModel, layers: list[nn.Module], first: list[int], tokens: Tensor
 ) -> tuple[list[LayerRun], LayerRun]:
     watch, runs = _Watch(model), [LayerRun() for _ in layers]
 
-    def attend(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object
+    ) -> tuple[Tensor, None]:
         watch.layer.heads = max(
             watch.layer.heads, Heads(query.shape[1], key.shape[1], query.shape[-1], value.shape[-1])
         )
@@ -221,7 +225,7 @@ def _hooked(
             handles.append(module.register_forward_pre_hook(lambda _, *given: begin(_tensors(given)), with_kwargs=True))
         handles.append(module.register_forward_hook(lambda _, __, out: end(out)))
 
-    def again(number: int, *_: Any, **__: Any) -> Any:
+    def again(number: int, *_: object, **__: object) -> object:
         return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, made[number])
 
     def begin_layer(run: LayerRun, given: list[Tensor]) -> None:
@@ -237,10 +241,10 @@ def _hooked(
         watch.norms += 1
         run.inputs.append(_Saved.of(given[0], watch.child, in_norm=True, is_input=False))
 
-    def end_norm(_: Any) -> None:
+    def end_norm(_: object) -> None:
         watch.norms -= 1
 
-    def end_layer(number: int, out: Any) -> None:
+    def end_layer(number: int, out: object) -> None:
         watch.switch("", watch.outside)
         made[number] = out
 
@@ -271,7 +275,7 @@ def _hooked(
             layer.__dict__.pop("forward", None)
 
 
-def _tensors(given: Any) -> list[Tensor]:
+def _tensors(given: object) -> list[Tensor]:
     leaves = tree_leaves(given)
     inside = [x for each in leaves if isinstance(each, Mapping) for x in _tensors([*each.values()])]
     return [x for x in leaves if isinstance(x, Tensor)] + inside

@@ -87,7 +87,9 @@ def _backward(_: object, query: object, key: object, value: object, *__: object,
 class WithIntegers(TorchDispatchMode):
     """Create integers on the CPU where the meta device is asked for, and let both meet."""
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
         del types
         kwargs = dict(kwargs or {})
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
@@ -97,7 +99,7 @@ class WithIntegers(TorchDispatchMode):
             args, kwargs = tree_map(_without_values, (args, kwargs))
         elif str(kwargs.get("device")) == "meta" and _is_of_integers(func, tensors, args, kwargs):
             kwargs["device"] = torch.device("cpu")
-        return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 def _places(index: Tensor | None) -> list[Tensor | None]:
@@ -111,7 +113,7 @@ def _without_values(x: object) -> Any:
     return x.to("meta") if isinstance(x, Tensor) and not x.is_meta and x.ndim else x
 
 
-def _is_of_integers(func: Any, tensors: list[Tensor], args: Any, kwargs: Mapping[str, Any]) -> bool:
+def _is_of_integers(func: Any, tensors: list[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     if kwargs.get("dtype") is not None:
         return not kwargs["dtype"].is_floating_point
     if tensors:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
@@ -38,7 +38,7 @@ def text_shape(values: Mapping[str, Any], name: str) -> ModelShape:
     return ModelShape(name=name, config=json.dumps(dict(values)), **decoder_values(model, name))
 
 
-def config_of(values: Mapping[str, Any], name: str) -> Any:
+def config_of(values: Mapping[str, Any], name: str) -> PreTrainedConfig:
     """Return transformers' config of these values; ConfigError if its class does not take them."""
     kind = values["model_type"]
     try:
@@ -47,7 +47,7 @@ def config_of(values: Mapping[str, Any], name: str) -> Any:
         raise ConfigError(f"{name}: transformers builds no {kind} model of its config: {one_line(error)}") from error
 
 
-def built(auto: Any, values: Mapping[str, Any], name: str) -> Any:
+def built(auto: Any, values: Mapping[str, Any], name: str) -> PreTrainedModel:
     """Build a config's model on the meta device by an auto class; UnsupportedError for one that no ring runs."""
     config = config_of(values, name)
     for part in (config, text_config(config)):
@@ -68,7 +68,7 @@ def built(auto: Any, values: Mapping[str, Any], name: str) -> Any:
     return model
 
 
-def decoder_values(model: Any, name: str) -> dict[str, Any]:
+def decoder_values(model: PreTrainedModel, name: str) -> dict[str, Any]:
     """Return a decoder's fields of ``ModelShape``, layer by layer; UnsupportedError names an unknown layer."""
     decoder: Any = decoder_of(model)
     config = decoder.config
@@ -118,7 +118,7 @@ def decoder_values(model: Any, name: str) -> dict[str, Any]:
     }
 
 
-def _split(model: Any, decoder: Any) -> tuple[str, set[Tensor]]:
+def _split(model: PreTrainedModel, decoder: PreTrainedModel) -> tuple[str, set[Tensor]]:
     """Return why tensor parallelism cannot split a model, and the parameters that it splits."""
     if stateful_modules(decoder):
         return "layers with states have no tensor-parallel plan; use tp=1", set()
@@ -129,7 +129,7 @@ def _split(model: Any, decoder: Any) -> tuple[str, set[Tensor]]:
     return "", {*placements_of(model, 1)}
 
 
-def _number(value: Any) -> Any:
+def _number(value: object) -> Any:
     """Read a number that JSON lacks, which transformers writes as an object."""
     if isinstance(value, list):
         return [_number(each) for each in value]

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForMultimodalLM, AutoModelForSeq2SeqLM
+from transformers import AutoModelForMultimodalLM, AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -79,7 +79,7 @@ def _later_pairs(tower: Tower) -> int:
     return tower.units * each * (each - 1) // 2
 
 
-def _refuse(model: Any, name: str) -> None:
+def _refuse(model: PreTrainedModel, name: str) -> None:
     kind = KINDS.get(model.config.model_type)
     if kind is not None and kind.is_prefix:
         raise UnsupportedError(
@@ -88,7 +88,7 @@ def _refuse(model: Any, name: str) -> None:
         )
 
 
-def _shown(model: Any, media: Media, name: str) -> list[Modality]:
+def _shown(model: PreTrainedModel, media: Media, name: str) -> list[Modality]:
     modalities = {modality.name: modality for modality in KINDS[model.config.model_type].modalities}
     for modality, units in media.items():
         if modality not in modalities:
@@ -97,7 +97,7 @@ def _shown(model: Any, media: Media, name: str) -> list[Modality]:
     return [modalities[modality] for modality in media]
 
 
-def _tower(model: Any, modality: Modality, given: Units, name: str) -> Tower:
+def _tower(model: PreTrainedModel, modality: Modality, given: Units, name: str) -> Tower:
     """Measure the cost of units on few of them."""
     parts = towers_of(model)
     for part in parts:
@@ -149,14 +149,14 @@ def _cast(inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
     return {name: x.to(dtype) if x.is_meta else x for name, x in inputs.items()}
 
 
-def _features(model: Any, modality: Modality) -> Callable[..., Any]:
+def _features(model: PreTrainedModel, modality: Modality) -> Callable[..., Any]:
     inner, kind = inner_of(model), KINDS[model.config.model_type]
     if isinstance(modality.cut, ImagesOfExamples):
         return partial(_idefics_images, inner)
     return getattr(inner, f"get_{modality.name}_features") if kind.features is None else partial(kind.features, inner)
 
 
-def _idefics_images(inner: Any, pixel_values: Tensor, **_: Any) -> BaseModelOutputWithPooling:
+def _idefics_images(inner: Any, pixel_values: Tensor, **_: object) -> BaseModelOutputWithPooling:
     """Compute embeddings without Idefics' method, which looks at pixels for padding images."""
     side = inner.config.vision_config.patch_size
     height, width = pixel_values.shape[-2:]
@@ -165,7 +165,7 @@ def _idefics_images(inner: Any, pixel_values: Tensor, **_: Any) -> BaseModelOutp
     return BaseModelOutputWithPooling(pooler_output=inner.connector(seen.last_hidden_state))
 
 
-def _inputs(model: Any, cut: Cut, given: Units) -> tuple[int, Callable[[int], dict[str, Tensor]]]:
+def _inputs(model: PreTrainedModel, cut: Cut, given: Units) -> tuple[int, Callable[[int], dict[str, Tensor]]]:
     """Return a sequence's units, and a tower's inputs for some; ConfigError for a size that it rejects."""
     config = model.config
     if isinstance(cut, WindowsOfSound):
@@ -201,7 +201,9 @@ def _inputs(model: Any, cut: Cut, given: Units) -> tuple[int, Callable[[int], di
     }
 
 
-def _frames_of_grid(cut: FramesOfGrid, tower: Any, given: Units) -> tuple[int, Callable[[int], dict[str, Tensor]]]:
+def _frames_of_grid(
+    cut: FramesOfGrid, tower: PreTrainedConfig, given: Units
+) -> tuple[int, Callable[[int], dict[str, Tensor]]]:
     side, merged = tower.patch_size, tower.patch_size * tower.spatial_merge_size
     if given.size is None:
         raise ConfigError(
@@ -221,7 +223,7 @@ def _frames_of_grid(cut: FramesOfGrid, tower: Any, given: Units) -> tuple[int, C
     return units, inputs
 
 
-def _windows(cut: WindowsOfSound, tower: Any, count: int) -> dict[str, Tensor]:
+def _windows(cut: WindowsOfSound, tower: PreTrainedConfig, count: int) -> dict[str, Tensor]:
     steps = 2 * tower.max_source_positions
     masks = {name: torch.ones(count, steps, dtype=torch.int64) for name in cut.names[1:]}
     return {cut.pixels: _pixels(count, tower.num_mel_bins, steps), **masks}

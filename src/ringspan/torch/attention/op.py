@@ -175,13 +175,13 @@ def fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, T
 
 
 @_forward.register_fake
-def _handled_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+def _handled_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     return handled(partial(fake_forward, q, k, v))
 
 
 @_backward.register_fake
 def fake_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: Any
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     dsinks = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
     return empty_like(q), empty_like(k), empty_like(v), dsinks

@@ -79,7 +79,7 @@ def note_data(model: nn.Module) -> None:
         _is_of_other_data(parameter)
 
 
-def note_buffers(model: Any, layers: Iterable[nn.Module]) -> None:
+def note_buffers(model: RingModel, layers: Iterable[nn.Module]) -> None:
     paths = {module: path for path, module in model.named_modules()}
     parts = (part for layer in layers for part in layer.modules())
     model.ring_buffers = [(f"{paths[part]}.{name}", part, name) for part in parts for name in part._buffers]
@@ -107,7 +107,7 @@ def _buffers(model: RingModel) -> Iterator[tuple[str, Tensor]]:
             yield path, buffer
 
 
-def _is_of_other_data(parameter: Any) -> bool:
+def _is_of_other_data(parameter: Tensor) -> bool:
     """Return whether ``parameter.data`` was set, which a DTensor ignores; ``to_empty`` is fine."""
     storage = parameter.untyped_storage()._cdata
     return vars(parameter).setdefault("ring_storage", storage) != storage
@@ -122,7 +122,7 @@ class Fixed:
             "with Accelerate use ringspan.hf.ring_accelerator, whose prepare leaves the model as it is"
         )
 
-    def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> object:
         """Refuse ``to``, ``half``, ``cuda``, ... that change dtypes or devices, except off the meta device."""
         for probe in _one_of_each(self):
             changed = fn(probe)
@@ -195,7 +195,7 @@ def refuse_own_calls(model: nn.Module, decoder: str) -> None:
 
 
 class _Part(Mixin):
-    def __call__(self: Any, *args: object, **kwargs: object) -> Any:
+    def __call__(self: Any, *args: object, **kwargs: object) -> object:
         if not _passes and torch._C._current_graph_task_id() == -1:  # nor is it computed again in backward
             raise UnsupportedError(
                 f"{class_name(self)} was called by itself: only a pass of the whole model on a ring gathers its "

@@ -18,6 +18,7 @@ from ringspan.torch.consistency.loop_watch import in_call
 from ringspan.torch.consistency.optimizers import optimizer_facts
 from ringspan.torch.data.batch import IGNORED, positions_of
 from ringspan.torch.data.batch_layout import BatchLayout
+from ringspan.torch.data.media import Media
 from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.positions import beyond_table
 from ringspan.torch.layers.router_loss import wanted_router
@@ -151,7 +152,7 @@ def _check_batch(
     real_tokens: Tensor | None = None,
     sequence_length: int | Tensor | None = None,
     layout_digest: Tensor | None = None,
-    media: Any = None,
+    media: Media | None = None,
     **_: object,
 ) -> None:
     if input_ids is None or position_ids is None:

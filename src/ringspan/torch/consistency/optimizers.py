@@ -67,7 +67,7 @@ def _describe(optimizer: Optimizer) -> str:
     return f"{', '.join(str(len(group)) for group in groups)} (digest {digest})"
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 

@@ -63,16 +63,16 @@ class Clock(StoppingCriteria):
 class AgreedCriteria(StoppingCriteria):
     """User's criterion decided by the first rank for all: clocks and files may differ."""
 
-    def __init__(self, criterion: Any, mesh: DeviceMesh) -> None:
+    def __init__(self, criterion: Callable[..., object], mesh: DeviceMesh) -> None:
         self._criterion, self._mesh = criterion, mesh
-        if hasattr(criterion, "eos_token_id"):
-            self.eos_token_id = criterion.eos_token_id
+        if (ends := getattr(criterion, "eos_token_id", None)) is not None:
+            self.eos_token_id = ends
 
     @staticmethod
     def of(criteria: Sequence[Any], mesh: DeviceMesh) -> StoppingCriteriaList:
         return StoppingCriteriaList(AgreedCriteria(each, mesh) for each in criteria)
 
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Any:
+    def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Any:
         mine = self._criterion(input_ids, scores, **kwargs)
         if not isinstance(mine, Tensor):
             mine = torch.full((len(input_ids),), bool(mine), device=input_ids.device)

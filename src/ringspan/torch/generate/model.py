@@ -60,14 +60,15 @@ class CacheCost(NamedTuple):
 
 
 @torch.no_grad()
-def cache_cost(model: Any, ids: Tensor, dtype: str, scored: int) -> CacheCost:
+def cache_cost(model: "RingGenerator", ids: Tensor, dtype: CacheDtypeName, scored: int) -> CacheCost:
     """Read all but the last ``scored`` + 1 tokens of ids (B, L) into both caches, and score the last over each."""
     if ids.ndim != 2 or not 1 <= scored <= ids.shape[1] - 2:
         raise UnsupportedError(f"scored={scored} of {tuple(ids.shape)} tokens: at least one must be read, one scored")
     losses: list[float] = []
     last: list[Tensor] = []
     sizes: list[int] = []
-    for kind in (None, dtype):
+    kinds: tuple[CacheDtypeName | None, ...] = None, dtype
+    for kind in kinds:
         cache = model.new_cache(kind)
         model(ids[:, : -scored - 1], past_key_values=cache, use_cache=True, logits_to_keep=1)
         logits = model(ids[:, -scored - 1 : -1], past_key_values=cache, use_cache=True).logits.float()
@@ -84,7 +85,7 @@ class RingGenerator(RingCausalLM):
     ring_on_read: Callable[[int], None] | None = None  # told the length of the cache after each chunk
 
     @torch.compiler.disable(recursive=False)
-    def __call__(self: Any, *args: Any, **kwargs: object) -> Any:
+    def __call__(self: Any, *args: object, **kwargs: object) -> Any:
         """Run a training or evaluation pass, or inside ``generate`` or given a ``RingCache`` one over a cache."""
         if not (self.ring_is_generating or isinstance(given_cache(kwargs), RingCache)):
             return super().__call__(*args, **kwargs)
@@ -118,7 +119,7 @@ class RingGenerator(RingCausalLM):
         cache: RingCache | None = None,
         ring_over_cache: CachePass | None = None,
         **kwargs: Any,
-    ) -> Any:
+    ) -> object:
         """Run ``RingCausalLM.forward``; over a cache, return the last new tokens' logits (B, n, V) on every rank."""
         # Its signature shows transformers' arguments, which ``generate`` and Trainer look for.
         if ring_over_cache is not None:
@@ -166,7 +167,7 @@ class RingGenerator(RingCausalLM):
         return cache_cost(self, ids, dtype, scored)
 
     @torch.no_grad()
-    def generate(self: Any, *args: Any, weights: str = "auto", **kwargs: object) -> Any:
+    def generate(self: Any, *args: object, weights: str = "auto", **kwargs: object) -> Any:
         """Run ``transformers.GenerationMixin.generate`` on every rank: whole prompt in, whole text out.
 
         In float32 the tokens equal one process's, by the first rank's random numbers and clock. Greedy, sampling,

@@ -2,7 +2,8 @@
 
 import copy
 import inspect
-from typing import Any, Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -31,11 +32,15 @@ from ringspan.torch.multimodal.checks import check_media
 from ringspan.torch.multimodal.kinds import has_grid_positions
 from ringspan.torch.transport.digest import described
 
+if TYPE_CHECKING:
+    from ringspan.torch.generate.model import RingGenerator
+
+
 _PLAIN: Final = bool, int, float, str, list, tuple, dict  # of which ranks compare the text
 
 
 def agreed_options(
-    model: Any, plain: Any, args: tuple[Any, ...], kwargs: dict[str, Any], weights: str
+    model: "RingGenerator", plain: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any], weights: str
 ) -> dict[str, Any]:
     """Return the arguments for transformers' ``generate``; PeerMismatch, or a rank's own error, on every rank."""
     with meeting(model.ring_mesh, "generate") as facts:
@@ -223,5 +228,5 @@ def cache_bytes(model: RingModel, arguments: dict[str, Any]) -> int:
 def _text(value: Any) -> str:
     """Return text that is equal on all ranks for equal values; of objects, their classes."""
     if not isinstance(value, str) and " at 0x" in str(value):
-        value = [type(each).__name__ for each in value]
+        return str([type(each).__name__ for each in value])
     return str(value)

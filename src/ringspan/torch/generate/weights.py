@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ _SPARE: Final = 0.9  # of what is free; the rest is for what a chunk computes
 _log: Final = logging.getLogger(__name__)
 
 
-def check_weights(weights: Any) -> None:
+def check_weights(weights: object) -> None:
     if weights not in WEIGHTS_NAMES:
         raise ConfigError(f"weights must be one of {', '.join(WEIGHTS_NAMES)}, got {weights!r}")
 

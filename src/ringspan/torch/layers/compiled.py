@@ -50,7 +50,7 @@ def compile_layers(
         layer.forward = _either(layer, "inductor" if backend is True else str(backend))
 
 
-def _checkpointed(layer: Any, *args: Any, **kwargs: Any) -> Any:
+def _checkpointed(layer: Any, *args: object, **kwargs: object) -> object:
     """Run a layer, checkpointed in training; as an argument it is compiled by its type."""
     plain = type(layer).forward
     if layer.ring_is_checkpointed and layer.training:
@@ -62,11 +62,11 @@ def _either(layer: nn.Module, backend: str) -> Callable[..., Any]:
     program: Callable[..., Any] = torch.compile(MethodType(_checkpointed, layer), backend=backend)
     hands_on = False  # the documents of a packed batch to its attention, which a program cannot tell
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(*args: object, **kwargs: object) -> object:
         nonlocal hands_on
         if current_turn() is not None:
             return type(layer).forward(layer, *args, **kwargs)
-        packed = kwargs.get("ring_packed")
+        packed: Any = kwargs.get("ring_packed")
         if packed is None:
             return program(*args, **kwargs)
         if hands_on:

@@ -161,7 +161,7 @@ def decoder_of(model: PreTrainedModel) -> PreTrainedModel:
     return nested if isinstance(nested, PreTrainedModel) else inner
 
 
-def inner_of(model: PreTrainedModel) -> Any:
+def inner_of(model: PreTrainedModel) -> PreTrainedModel:
     """Return the model below the head, with towers and decoder; the model itself if it has them."""
     below = [child for child in model.children() if isinstance(child, PreTrainedModel)]
     return below[0] if len(below) == 1 else model

@@ -4,6 +4,7 @@ PyTorch sums the thousands of equal tokens' gradients in the weights' dtype on a
 after 256 equal terms, and in T x C float32 numbers on CUDA.
 """
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -56,13 +57,19 @@ def embedding_gradient(gradient: Tensor, tokens: Tensor, num_embeddings: int, pa
 
 
 class _Summed(nn.Module):
-    def forward(self, *args: Any, **kwargs: object) -> Tensor:
+    def forward(self, *args: object, **kwargs: object) -> Tensor:
         with _Lookups():
             return super().forward(*args, **kwargs)
 
 
 class _Lookups(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> object:
         return (_look_up if func is functional.embedding else func)(*args, **(kwargs or {}))
 
 

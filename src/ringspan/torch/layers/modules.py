@@ -17,7 +17,7 @@ from ringspan.core.errors import UnsupportedError
 _HOOKS: Final = "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
 
 
-def hidden_of(result: object) -> Any:
+def hidden_of(result: Tensor | tuple[Tensor, ...]) -> Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
@@ -111,7 +111,7 @@ def seen_as(plain: Callable[..., Any], forward: Callable[..., Any], without: str
     """Give a forward the signature of another, less one parameter: Trainer and ``generate`` inspect it."""
 
     @wraps(plain)
-    def seen(*args: Any, **kwargs: object) -> Any:
+    def seen(*args: object, **kwargs: object) -> object:
         return forward(*args, **kwargs)
 
     signature = inspect.signature(plain)
@@ -127,7 +127,7 @@ def hooks_of(module: nn.Module) -> tuple[int, ...]:
     return tuple(id(hook) for name in _HOOKS for hook in getattr(module, name).values())
 
 
-def forward_of(module: nn.Module) -> Any:
+def forward_of(module: nn.Module) -> Callable[..., Any]:
     """Return the forward below our mixins: the class's, or the module's own."""
     if "forward" in vars(module):
         return vars(module)["forward"]

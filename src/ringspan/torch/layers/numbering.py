@@ -80,7 +80,7 @@ def told(decoder: nn.Module, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
 class _Told(Mixin):
     ring_positions: Tensor | None = None
 
-    def forward(self: Any, first: object, *args: Any, **kwargs: object) -> Tensor:
+    def forward(self: Any, first: object, *args: object, **kwargs: object) -> Tensor:
         positions = self.ring_positions
         if positions is None:
             return super().forward(first, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]

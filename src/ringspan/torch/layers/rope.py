@@ -52,7 +52,7 @@ def is_rotary(module: nn.Module) -> bool:
 class _ChunkedTables(nn.Module):
     rotary_length: int | None = None
 
-    def forward(self: Any, x: Tensor, position_ids: Tensor, *args: Any, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def forward(self: Any, x: Tensor, position_ids: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         """Return cosines and sines (B, T, D) of positions (B, T), or (3, B, T) in Qwen 3.5; equal rows share memory."""
         rows = position_ids.shape[-2]
         # Mostly all sequences have the same positions: one table then does.

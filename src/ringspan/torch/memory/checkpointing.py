@@ -121,15 +121,15 @@ def checkpoint_layers(
 
 
 def _checkpoint(
-    checkpoint: Callable[..., Any], in_programs: dict[str, Any], function: Callable[..., Any], *args: Any
-) -> Any:
+    checkpoint: Callable[..., Any], in_programs: dict[str, Any], function: Callable[..., Any], *args: object
+) -> object:
     """Checkpoint a layer, under torch.compile by its own way to keep an operator's result."""
     if torch.compiler.is_compiling():
         return torch_checkpoint(function, *args, **in_programs)
     return checkpoint(function, *args)
 
 
-def checkpoint_all(model: Any, options: dict[str, Any]) -> None:
+def checkpoint_all(model: PreTrainedModel, options: dict[str, Any]) -> None:
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
     else:  # its name before transformers 5.2x
@@ -142,7 +142,7 @@ def checkpoint_all(model: Any, options: dict[str, Any]) -> None:
 class _InSegments(Mixin):
     activation_segments: Segments
 
-    def forward(self, *args: object, **kwargs: object) -> Any:
+    def forward(self, *args: object, **kwargs: object) -> object:
         with self.activation_segments.forward_pass():
             return super().forward(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -1,11 +1,13 @@
 """AdamW with its moments in host memory, which leaves the device to weights and activations."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
+from torch.optim.optimizer import ParamsT
 
 from ringspan.torch.layers.modules import local_part
 
@@ -17,12 +19,12 @@ class HostAdamW(torch.optim.AdamW):
     moments and weights that all steps add to; the device gets them rounded to the parameter's dtype.
     """
 
-    def __init__(self, params: Any, *, masters: bool = False, **options: Any) -> None:
+    def __init__(self, params: ParamsT, *, masters: bool = False, **options: Any) -> None:
         super().__init__(params, **options)
         self._masters = masters
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
             for p in group["params"]:

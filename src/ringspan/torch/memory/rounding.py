@@ -4,10 +4,12 @@ Rounding to nearest loses updates below 1/512 of a parameter. Here updates are c
 to a neighbour, in proportion: ``E[round(w)] = w``.
 """
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import ParamsT
 
 from ringspan.core.errors import ConfigError
 from ringspan.torch.layers.modules import local_part
@@ -22,7 +24,7 @@ class RoundingAdamW(torch.optim.AdamW):
     Random numbers depend on step and parameter, so that replicas and resumed runs round identically.
     """
 
-    def __init__(self, params: Any, **options: Any) -> None:
+    def __init__(self, params: ParamsT, **options: Any) -> None:
         super().__init__(params, **options)
         for group in self.param_groups:
             for p in group["params"]:
@@ -30,7 +32,7 @@ class RoundingAdamW(torch.optim.AdamW):
                     raise ConfigError(f"parameters of {p.dtype} cannot be rounded at random; use bfloat16")
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         loss = None if closure is None else torch.enable_grad()(closure)()
         number = 0
         for group in self.param_groups:

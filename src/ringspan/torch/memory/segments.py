@@ -73,7 +73,7 @@ class Segments:
         return result
 
 
-def checkpointed(function: Callable[..., Any], *args: Any, **options: Any) -> Any:
+def checkpointed(function: Callable[..., Any], *args: object, **options: Any) -> Any:
     """Run ``torch.utils.checkpoint``, and remove its hooks if ``function`` raises."""
     # Until torch 2.12 they live as long as the exception, and later passes would recompute from the failed layer.
     try:
@@ -117,7 +117,7 @@ class _Segment:
         form = hidden.shape, hidden.dtype  # not ``hidden``, which would live as long as what is kept
         is_input = iter((True,))  # checkpointing keeps the layer's arguments, ``hidden`` first
 
-        def pack(x: Tensor) -> Any:
+        def pack(x: Tensor) -> object:
             if (x.shape, x.dtype) != form or not next(is_input, False):
                 return self._store.put(x)
             if place:

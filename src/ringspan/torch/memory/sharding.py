@@ -95,7 +95,7 @@ def note_copies(model: FSDPModule) -> None:
 
 
 @torch.compiler.disable()
-def with_shards(model: FSDPModule, output: object) -> Any:
+def with_shards(model: FSDPModule, output: object) -> object:
     """Put the shards back after a forward pass and return its output; copies wait for backward."""
     # A copy's gradient is summed over ranks: a penalty on a whole weight would count once for each of them.
     for tensor in tree_leaves(output):
@@ -147,7 +147,7 @@ def recover(model: FSDPModule) -> None:
 
 
 @contextmanager
-def kept_whole(model: Any) -> Iterator[None]:
+def kept_whole(model: nn.Module) -> Iterator[None]:
     """Keep gathered weights whole during passes without gradients, then reshard: no optimizer steps stale copies."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     before = [
@@ -166,13 +166,13 @@ def kept_whole(model: Any) -> Iterator[None]:
             module.reshard()
 
 
-def gathered_parameters(model: Any) -> list[nn.Parameter]:
+def gathered_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the gathered copies of parameters, which no optimizer may be given."""
     parameters = [parameter for group in _groups_of(model) for parameter in group.fsdp_params]
     return [parameter._unsharded_param for parameter in parameters if hasattr(parameter, "_unsharded_param")]
 
 
-def unseen_parameters(model: Any) -> list[str]:
+def unseen_parameters(model: nn.Module) -> list[str]:
     """Return the names of weights that a module has replaced by others than FSDP gathers."""
     names: list[str] = []
     for group in _groups_of(model):

@@ -6,16 +6,20 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Never
+from typing import TYPE_CHECKING, Any, Never, TypeGuard
 
 import torch.distributed as dist
 from torch import nn
+from transformers import PreTrainedModel
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.modules import forward_of, mix_in, refusing
 from ringspan.torch.memory.sharding import settle
 from ringspan.torch.model.config_changes import deciding_fields
 from ringspan.torch.model.saving import voted, whole_weights
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 
 @contextmanager
@@ -26,16 +30,17 @@ def asking_as_before() -> Iterator[None]:
         yield
 
 
-def is_peft(model: object) -> bool:
+def is_peft(model: object) -> "TypeGuard[PeftModel]":
     return any(
         kind.__module__.partition(".")[0] == "peft" and kind.__name__ == "PeftModel" for kind in type(model).__mro__
     )
 
 
-def base_of(model: Any) -> Any:
+def base_of(model: object) -> PreTrainedModel:
     """Return the transformers model inside a PEFT model, or the model; UnsupportedError for more than weights."""
+    inner: Any = model.get_base_model() if is_peft(model) else model
     if not is_peft(model):
-        return model
+        return inner
     for name, config in model.peft_config.items():
         kind = getattr(config.peft_type, "value", config.peft_type)
         if config.is_prompt_learning or config.is_adaption_prompt:
@@ -54,10 +59,10 @@ def base_of(model: Any) -> Any:
             f"{type(tuner).__name__} does more than call the model (its loss, its hidden states), which the ring does "
             "not support; use LoRA or IA3"
         )
-    return model.get_base_model()
+    return inner
 
 
-def adapter_facts(model: Any) -> dict[str, str]:
+def adapter_facts(model: nn.Module) -> dict[str, str]:
     """Return the adapters' numbers and switches, which weights do not show."""
     configs = model.peft_config if is_peft(model) else {}
     return {
@@ -94,7 +99,7 @@ class _RingPeft(_Frozen):
         settle(self.get_base_model())
         return super().named_parameters(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
-    def save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: Any, **kwargs: object) -> None:
+    def save_pretrained(self: Any, save_directory: str | os.PathLike[str], *args: object, **kwargs: object) -> None:
         """Write an adapter folder as ``PeftModel.save_pretrained`` does, weight by weight; every rank calls it.
 
         UnsupportedError for a conversion of initialised adapters; PeerMismatch on other ranks if rank 0 could not
@@ -118,12 +123,13 @@ class _RingPeft(_Frozen):
         )
 
 
-def adapter_weights(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+def adapter_weights(model: "PeftModel", given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the weights that PEFT's ``save_pretrained`` writes, whole on rank 0; all ranks call it."""
-    return whole_weights(model, lambda sharded: _names_that_peft_saves(model, sharded, given))
+    ours: Any = model
+    return whole_weights(ours, lambda sharded: _names_that_peft_saves(model, sharded, given))
 
 
-def _names_that_peft_saves(model: Any, state: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+def _names_that_peft_saves(model: "PeftModel", state: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
     select = sys.modules["peft.utils.save_and_load"].get_peft_model_state_dict
     embeddings = given.get("save_embedding_layers", given.get("kwargs", {}).get("save_embedding_layers", "auto"))
     kept: set[int] = set()

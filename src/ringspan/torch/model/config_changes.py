@@ -29,10 +29,10 @@ _FREE: Final = _NAMES | frozenset((
 _ABSENT: Final = {"attention_dropout": 0.0, "is_causal": True, "sliding_window": None}
 
 
-def deciding_fields(config: Any) -> dict[str, Any]:
+def deciding_fields(config: PreTrainedConfig | dict[str, Any]) -> dict[str, Any]:
     """Return a config's (or dict's) fields that decide numbers, as JSON values."""
 
-    def kept(value: object) -> Any:
+    def kept(value: object) -> object:
         if isinstance(value, dict):
             fields = sorted(value.items(), key=lambda field: str(field[0]))
             return {str(name): kept(each) for name, each in fields if name not in _NAMES}
@@ -60,7 +60,7 @@ def check_configs(copies: Iterable[ConfigCopy]) -> None:
             _compare(config.model_type, config, before, now)
 
 
-def _fields(value: object) -> Any:
+def _fields(value: Any) -> Any:
     """Copy all config fields into dicts and lists: ``==`` of configs fails if layers differ (Gemma 4)."""
     if isinstance(value, PreTrainedConfig):
         value = vars(value)

@@ -61,7 +61,7 @@ def local_hidden_states(
         positions = position_ids.clamp_max(longest - 1)
         given = {"input_ids": input_ids, "position_ids": positions, "use_cache": False, **others}
         with told(decoder, given) as told_all:
-            out = decoder(**told_all) if seen is None else seen.decode(told_all)
+            out: Any = decoder(**told_all) if seen is None else seen.decode(told_all)
     if packed and not packed.is_seen:
         raise UnsupportedError(
             f"{class_name(model)} does not hand its keyword arguments on to attention, so "

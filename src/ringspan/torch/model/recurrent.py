@@ -4,6 +4,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import accumulate
+from types import FunctionType
 from typing import Any, Final
 
 from torch import Tensor, nn
@@ -100,7 +101,7 @@ def hook_stateful(modules: Iterable[nn.Module]) -> None:
                 space[name] = _wrapped(name, function)
 
 
-def _code_of(module: nn.Module) -> Any:
+def _code_of(module: nn.Module) -> FunctionType:
     return inspect.unwrap(forward_of(module))
 
 
@@ -123,7 +124,7 @@ def _wrapped(name: str, plain: Callable[..., Any]) -> Callable[..., Any]:
     compute = _fused if name in _FUSED else _convolved if name == _CONVOLUTION else functools.partial(_scanned, name)
 
     @functools.wraps(plain)
-    def over_spans(*args: Any, **kwargs: object) -> Any:
+    def over_spans(*args: object, **kwargs: object) -> object:
         sequences = current_pass()
         if sequences is None:
             return plain(*args, **kwargs)
@@ -147,13 +148,17 @@ def _fused(*_: object) -> None:
     return None
 
 
-def _convolved(plain: Any, arguments: dict[str, Any], _: dict[str, Any], sequences: SequencePass) -> Tensor:
+def _convolved(
+    plain: Callable[..., Any], arguments: dict[str, Any], _: dict[str, Any], sequences: SequencePass
+) -> Tensor:
     x, weight, bias = (arguments.pop(name, None) for name in ("hidden_states", "weight", "bias"))
     weight, bias = local_part(weight), None if bias is None else local_part(bias)
     return convolution(plain, x, weight, bias, sequences, **arguments)
 
 
-def _scanned(name: str, plain: Any, arguments: dict[str, Any], further: dict[str, Any], sequences: SequencePass) -> Any:
+def _scanned(
+    name: str, plain: Callable[..., Any], arguments: dict[str, Any], further: dict[str, Any], sequences: SequencePass
+) -> object:
     rule = _RULES[name]
     arguments |= {name: x for name, x in further.items() if name in rule.dims and x is not None}
     asked = {state: arguments.pop(state, None) for state in rule.states}
@@ -166,7 +171,7 @@ def _scanned(name: str, plain: Any, arguments: dict[str, Any], further: dict[str
 
 
 class _RingLightning(Mixin):
-    def forward(self: Any, hidden_states: Tensor, *args: object, **kwargs: object) -> Any:
+    def forward(self: Any, hidden_states: Tensor, *args: object, **kwargs: object) -> object:
         sequences = current_pass()
         if sequences is None:
             return super().forward(hidden_states, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]

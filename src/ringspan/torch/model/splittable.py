@@ -71,7 +71,7 @@ def shards_of(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
     yield rest
 
 
-def _refuse_module(name: str, path: str, module: nn.Module) -> None:
+def _refuse_module(name: str, path: str, module: Any) -> None:
     if isinstance(module, FSDPModule):
         raise UnsupportedError(f"{name} was sharded before (fully_shard of {path or 'it'}); give the model as it was")
     if type(module).__module__.startswith("bitsandbytes") and type(module).__name__ in _SPLITTABLE:
@@ -114,7 +114,7 @@ def _refuse_bitsandbytes(name: str, path: str, module: Any) -> None:
         )
 
 
-def _refuse_packed(name: str, path: str, weight: Any) -> None:
+def _refuse_packed(name: str, path: str, weight: Tensor) -> None:
     kind = type(weight).__name__
     if weight.requires_grad:
         raise UnsupportedError(

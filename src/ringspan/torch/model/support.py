@@ -207,7 +207,7 @@ def _behind_decoder(view: ModelView, head: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, _ in beside)
 
 
-def _try_head(view: ModelView, head: Any) -> FoundHead | str:
+def _try_head(view: ModelView, head: nn.Module) -> FoundHead | str:
     """Return how logits follow from the head, or why they differ; raise if only the loss does."""
     like = next(head.parameters())
     hidden = torch.randn(1, 3, input_size(head), generator=torch.Generator().manual_seed(0)).to(like)
@@ -242,7 +242,7 @@ def _try_head(view: ModelView, head: Any) -> FoundHead | str:
     )
 
 
-def _ways(head: Any, hidden: Tensor, config: PreTrainedConfig) -> list[tuple[FoundHead, Tensor]]:
+def _ways(head: nn.Module, hidden: Tensor, config: PreTrainedConfig) -> list[tuple[FoundHead, Tensor]]:
     """Return logits by the config, or only the head: Aya Vision and Granite Speech ignore their config."""
     said, plain = FoundHead(scale=logit_scale(config), softcap=logit_softcap(config)), FoundHead()
     made = head(hidden)

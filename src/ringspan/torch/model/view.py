@@ -1,7 +1,5 @@
 """The parts of a Hugging Face model, found once."""
 
-from typing import Any
-
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -37,7 +35,7 @@ def view_of(model: PreTrainedModel) -> ModelView:
     )
 
 
-def is_classifier(model: Any) -> bool:
+def is_classifier(model: nn.Module) -> bool:
     """Return True if a model maps sequences or tokens to labels by one linear layer after its decoder."""
     return (
         isinstance(model, PreTrainedModel)

@@ -5,10 +5,11 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, ClassVar, Final
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedConfig
 from transformers.models.llava_onevision.modeling_llava_onevision import image_size_to_num_patches
 
 from ringspan.core.errors import UnsupportedError
@@ -55,7 +56,7 @@ class Cut:
             return inputs["image_sizes"].prod(-1).tolist()
         return [1] * len(inputs[self.pixels])
 
-    def check_model(self, inputs: Inputs, config: Any, counts: Sequence[int]) -> None:
+    def check_model(self, inputs: Inputs, config: PreTrainedConfig, counts: Sequence[int]) -> None:
         """Raise UnsupportedError for inputs that the towers do not take; ``counts`` are each example's placeholders."""
         tower, (channels, *size) = config.vision_config, inputs[self.pixels].shape[-3:]
         if channels != (wanted := getattr(tower, "num_channels", 3)):
@@ -76,14 +77,14 @@ class Cut:
                     )
                 before += (own[0] // side) * (own[1] // side)
 
-    def tokens(self, inputs: Inputs, config: object) -> list[int] | None:
+    def tokens(self, inputs: Inputs, config: PreTrainedConfig) -> list[int] | None:
         """Return each unit's number of text tokens; None if only the tower knows."""
         return None
 
     def take(self, inputs: Inputs, units: range) -> dict[str, Tensor]:
         return {name: inputs[name][units.start : units.stop] for name in self.names if name in inputs}
 
-    def rows(self, made: Any, inputs: Inputs, units: range) -> list[Tensor]:
+    def rows(self, made: Tensor | Sequence[Tensor], inputs: Inputs, units: range) -> list[Tensor]:
         return pieces_of(made)
 
 
@@ -122,7 +123,7 @@ class FramesOfGrid(Cut):
     def costs(self, inputs: Inputs) -> list[int]:
         return [rows * columns for frames, rows, columns in inputs[self.grid].tolist() for _ in range(frames)]
 
-    def check_model(self, inputs: Inputs, config: Any, counts: Sequence[int]) -> None:
+    def check_model(self, inputs: Inputs, config: PreTrainedConfig, counts: Sequence[int]) -> None:
         tower, values = config.vision_config, inputs[self.pixels].shape[-1]
         side = tower.spatial_merge_size
         wanted = getattr(tower, "in_channels", 3) * tower.temporal_patch_size * tower.patch_size**2
@@ -137,7 +138,7 @@ class FramesOfGrid(Cut):
                 )
             before += frames * rows * columns // side**2
 
-    def tokens(self, inputs: Inputs, config: Any) -> list[int] | None:
+    def tokens(self, inputs: Inputs, config: PreTrainedConfig) -> list[int] | None:
         side = config.vision_config.spatial_merge_size
         return [patches // side**2 for patches in self.costs(inputs)]
 
@@ -196,7 +197,7 @@ class ImagesOfTiles(Cut):
             return [1] * len(inputs[self.pixels])
         return [count for count in inputs["batch_num_images"].tolist() if count]
 
-    def check_model(self, inputs: Inputs, config: Any, counts: Sequence[int]) -> None:
+    def check_model(self, inputs: Inputs, config: PreTrainedConfig, counts: Sequence[int]) -> None:
         super().check_model(inputs, config, counts)
         tiles, images = inputs[self.pixels].shape[1], self._groups(inputs)
         is_only = [count == 1 for count in images for _ in range(count)]
@@ -240,7 +241,7 @@ class FramesOfVideos(Cut):
     def take(self, inputs: Inputs, units: range) -> dict[str, Tensor]:
         return {self.pixels: inputs[self.pixels].flatten(0, 1)[units.start : units.stop, None]}
 
-    def rows(self, made: Any, inputs: Inputs, units: range) -> list[Tensor]:
+    def rows(self, made: Tensor | Sequence[Tensor], inputs: Inputs, units: range) -> list[Tensor]:
         frames = inputs[self.pixels].shape[1]
         # Each frame went through as a video of its own; the break stays behind the last one.
         return [row if (unit + 1) % frames == 0 else row[:-1] for unit, row in zip(units, made, strict=True)]
@@ -252,7 +253,7 @@ class WindowsOfSound(Cut):
 
     form: ClassVar[str] = "(windows, bins, steps)"
 
-    def check_model(self, inputs: Inputs, config: Any, counts: Sequence[int]) -> None:
+    def check_model(self, inputs: Inputs, config: PreTrainedConfig, counts: Sequence[int]) -> None:
         steps, whole = inputs[self.pixels].shape[-1], 2 * config.audio_config.max_source_positions
         if steps != whole:
             raise UnsupportedError(f"{self.pixels} has windows of {steps} steps, the model's have {whole}{_OTHER}")
@@ -271,6 +272,6 @@ class PartsOfSound(WindowsOfSound):
                 f"{tuple(pixels.shape)} and {None if mask is None else tuple(mask.shape)}"
             )
 
-    def tokens(self, inputs: Inputs, config: object) -> list[int] | None:
+    def tokens(self, inputs: Inputs, config: PreTrainedConfig) -> list[int] | None:
         halved = (inputs[self.names[1]].sum(-1) - 1) // 2 + 1  # by a convolution, then by a pooling
         return ((halved - 2) // 2 + 1).tolist()

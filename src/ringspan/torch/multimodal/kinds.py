@@ -165,9 +165,10 @@ def blocks_of(kind: Kind, media: Media, lengths: Tensor | None) -> list[Blocks] 
     return found if any(found) else None
 
 
-def grid_positions(model: Any, kind: Kind, media: Media, lengths: Tensor | None) -> Tensor:
+def grid_positions(model: RingModel, kind: Kind, media: Media, lengths: Tensor | None) -> Tensor:
     """Compute each token's time, row and column (3, B, S) by the model's ``get_rope_index`` of each document."""
-    inner, tokens = inner_of(model), media.tokens
+    inner: Any = inner_of(model)
+    tokens = media.tokens
     batch, length = tokens.shape
     rows = lengths.tolist() if lengths is not None else [[length]] * batch
     documents: list[tuple[int, int, int]] = []
@@ -196,7 +197,7 @@ def grid_positions(model: Any, kind: Kind, media: Media, lengths: Tensor | None)
     return positions
 
 
-def _types(model: Any, kind: Kind, tokens: Tensor) -> Tensor:
+def _types(model: RingModel, kind: Kind, tokens: Tensor) -> Tensor:
     """Return 0 for text, else the number of the token's modality."""
     types = torch.zeros_like(tokens)
     for number, modality in enumerate(kind.modalities, 1):
@@ -204,6 +205,6 @@ def _types(model: Any, kind: Kind, tokens: Tensor) -> Tensor:
     return types
 
 
-def is_of(model: Any, modality: Modality, tokens: Tensor) -> Tensor:
+def is_of(model: RingModel, modality: Modality, tokens: Tensor) -> Tensor:
     """Return the mask of a modality's placeholder tokens."""
     return tokens == placeholder(model, modality)

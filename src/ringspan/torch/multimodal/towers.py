@@ -10,6 +10,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import pad
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutput
 
 from ringspan.torch.data.batch_layout import BatchLayout
 from ringspan.torch.data.media import Media
@@ -63,7 +65,7 @@ class Made(NamedTuple):
         return self.output
 
 
-def _as(before: object, rows: Tensor) -> Any:
+def _as(before: object, rows: Tensor) -> object:
     if not isinstance(before, Tensor):
         return [rows]
     return rows[None] if before.ndim == 3 else rows
@@ -110,11 +112,11 @@ class SharedTowers:
             check_counts(work.modality, [number for each in told for number in each], wanted)
         return by_rank.tolist()
 
-    def features(self, name: str, compute: Callable[..., Any]) -> Any:
+    def features(self, name: str, compute: Callable[..., Any]) -> object:
         raise NotImplementedError
 
     @contextmanager
-    def active(self) -> Iterator[Any]:
+    def active(self) -> Iterator[PreTrainedModel]:
         inner = inner_of(self.model)
         vars(inner)["ring_pass"] = self
         try:
@@ -122,12 +124,12 @@ class SharedTowers:
         finally:
             vars(inner).pop("ring_pass", None)
 
-    def asked(self, inner: object, name: str) -> Any:
+    def asked(self, inner: PreTrainedModel, name: str) -> Any:
         if self.kind.features is None:
             return getattr(inner, f"get_{name}_features")()
         return self.features(name, partial(self.kind.features, inner))
 
-    def decoded(self, given: dict[str, Any]) -> Any:
+    def decoded(self, given: dict[str, Any]) -> BaseModelOutput:
         ids = given["input_ids"]
         with self.active() as inner:
             if self.kind.features is None:  # it asks for them where it is given pixels, whatever these hold
@@ -158,7 +160,7 @@ class MediaPass(SharedTowers):
                 is_own = media is not None and modality.cut.pixels in media.inputs
                 self.add(modality, inputs[modality.name], is_counted=is_own)
 
-    def decode(self, given: dict[str, Any]) -> Any:
+    def decode(self, given: dict[str, Any]) -> BaseModelOutput:
         device = given["input_ids"].device
         positions = given["position_ids"]
         if self.kind.has_grid_positions and self.media is not None:
@@ -169,7 +171,7 @@ class MediaPass(SharedTowers):
             positions = torch.cat((positions[None].to(local).expand(1, *local.shape[1:]), local))
         return self.decoded(given | {"position_ids": positions})
 
-    def features(self, name: str, compute: Callable[..., Any]) -> Any:
+    def features(self, name: str, compute: Callable[..., Any]) -> object:
         """Return a tower's output with the local tokens' embeddings; raise as ``counted``."""
         work = self.works[name]
         places, wanted = torch.empty(0, 2, dtype=torch.int64), [0]
@@ -227,7 +229,9 @@ class RingTowers(nn.Module):
         return inputs_embeds.masked_scatter(places, image_hidden_states.to(inputs_embeds))
 
 
-def _features(inner: Any, name: str, compute: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+def _features(
+    inner: object, name: str, compute: Callable[..., Any], args: tuple[object, ...], kwargs: dict[str, object]
+) -> object:
     current: SharedTowers | None = vars(inner).pop("ring_pass", None)
     if current is None:  # somebody's own call, or a tower's method that calls another one
         return compute(*args, **kwargs)
@@ -238,17 +242,17 @@ def _features(inner: Any, name: str, compute: Callable[..., Any], args: Any, kwa
 
 
 class _Images(RingTowers):
-    def get_image_features(self: Any, *args: object, **kwargs: object) -> Any:
+    def get_image_features(self: Any, *args: object, **kwargs: object) -> object:
         return _features(self, "image", super().get_image_features, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Videos(RingTowers):
-    def get_video_features(self: Any, *args: object, **kwargs: object) -> Any:
+    def get_video_features(self: Any, *args: object, **kwargs: object) -> object:
         return _features(self, "video", super().get_video_features, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Sound(RingTowers):
-    def get_audio_features(self: Any, *args: object, **kwargs: object) -> Any:
+    def get_audio_features(self: Any, *args: object, **kwargs: object) -> object:
         return _features(self, "audio", super().get_audio_features, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -258,7 +262,7 @@ _MIXINS: dict[str, type] = {"audio": _Sound, "image": _Images, "video": _Videos}
 class PromptImages(SharedTowers):
     """Images of a prompt of ``rows`` and ``count`` new tokens over a cache, the same on every rank."""
 
-    def __init__(self, model: Any, media: Media, rows: int, count: int) -> None:
+    def __init__(self, model: RingModel, media: Media, rows: int, count: int) -> None:
         super().__init__(model)
         self.media, self._repeats = media, rows // len(media)
         self._behind = count - media.tokens.shape[1]
@@ -274,7 +278,7 @@ class PromptImages(SharedTowers):
                 with self.active() as inner:
                     self.asked(inner, modality.name)
 
-    def features(self, name: str, compute: Callable[..., Any]) -> Any:
+    def features(self, name: str, compute: Callable[..., Any]) -> object:
         """Return all embeddings at first, kept by every rank; then the embeddings of tokens being read."""
         work = self.works[name]
         places = is_of(self.model, work.modality, self.media.tokens)
@@ -294,7 +298,7 @@ class PromptImages(SharedTowers):
         wanted = numbers[numbers >= 0]
         return made.placed(made.rows[wanted.to(made.rows.device)])
 
-    def read(self, columns: Tensor, given: dict[str, Any]) -> Any:
+    def read(self, columns: Tensor, given: dict[str, Any]) -> BaseModelOutput:
         """Run the model below the head on these new tokens, with images in place."""
         self._columns = columns
         return self.decoded(given)

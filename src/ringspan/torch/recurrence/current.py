@@ -86,13 +86,13 @@ def passing(sequences: SequencePass | None) -> Iterator[None]:
 def carried(checkpoint: Callable[..., Any], *, keeps: bool) -> Callable[..., Any]:
     """Wrap a checkpoint function so that recomputation belongs to its original pass; ``keeps``: reuse states."""
 
-    def checkpoint_in_pass(function: Callable[..., Any], *args: Any) -> Any:
+    def checkpoint_in_pass(function: Callable[..., Any], *args: object) -> object:
         now = current_pass()
         if now is None:
             return checkpoint(function, *args)
         sequences = replace(now, record=Record() if keeps else None)
 
-        def in_pass(*args: Any) -> Any:
+        def in_pass(*args: object) -> object:
             if sequences.record is not None:
                 sequences.record.begin()
             with passing(sequences):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
+from ringspan.core.recurrence.halo import Loan
 from ringspan.torch.recurrence.plan import Plan, from_text
 from ringspan.torch.transport.agreement import agree, one_at_a_time
 from ringspan.torch.transport.exchange import TensorSpec
@@ -145,11 +146,11 @@ def lend(x: Tensor, tokens: int, width: int, plan: Plan, rank: int, transport: T
     receives: list[tuple[int, TensorSpec]] = []
     arrivals: list[tuple[Tensor, Tensor | None]] = []
 
-    def inputs(of: Tensor, loan: Any) -> Tensor:
+    def inputs(of: Tensor, loan: Loan) -> Tensor:
         first = plan.places[loan.source].offset + loan.offset
         return of[..., first : first + loan.tokens]
 
-    def borrowed(of: Tensor, loan: Any) -> Tensor:
+    def borrowed(of: Tensor, loan: Loan) -> Tensor:
         return of[index[loan.target]][..., loan.place : loan.place + loan.tokens]
 
     for loan in plan.loans(width):

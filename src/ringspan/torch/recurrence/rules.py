@@ -46,7 +46,7 @@ def state_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def called(rule: Rule, function: Function, arguments: Arguments, **more: object) -> Any:
+def called(rule: Rule, function: Function, arguments: Arguments, **more: object) -> tuple[Tensor, Tensor]:
     """Wrap a function to take its first arguments by position."""
     first = [arguments[name] for name in rule.positional]
     return function(*first, **{name: x for name, x in arguments.items() if name not in rule.positional}, **more)

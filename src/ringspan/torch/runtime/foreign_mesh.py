@@ -20,7 +20,7 @@ _mapped: Final[WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMesh]]] = We
 _numbers: Final = itertools.count(1 << 30)  # of groups of one rank; no job has as many groups
 
 
-def ring_mesh(mesh: Any) -> DeviceMesh:
+def ring_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """Return a mesh with the axes of ``init_mesh``, by known names; ConfigError for others, or descending ranks."""
     names = _names(mesh)
     check_order(mesh)

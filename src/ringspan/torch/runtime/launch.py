@@ -48,7 +48,7 @@ _THRIFT: Final = {"GLIBC_TUNABLES": f"glibc.malloc.mmap_threshold={1 << 20}:glib
 def launch(
     function: Callable[..., Any],
     num_ranks: int,
-    *args: Any,
+    *args: object,
     threads: int | None = None,
     max_restarts: int = 0,
     forward_signals: bool = False,
@@ -146,7 +146,7 @@ def _nccl(device: torch.device) -> dict[str, Any]:
     return {"device_id": device, "pg_options": urgent()} if device.type == "cuda" else {}
 
 
-def urgent() -> Any:
+def urgent() -> object:
     """Return NCCL options with high-priority streams: messages need not wait for attention."""
     return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -231,7 +231,7 @@ def _without_refusals(folder: Path) -> Iterator[None]:
             logging.getLogger(name).removeFilter(is_failure)
 
 
-def _work(function: Callable[..., Any], folder: str, threads: int, args: tuple[Any, ...]) -> Any:
+def _work(function: Callable[..., Any], folder: str, threads: int, args: tuple[Any, ...]) -> object:
     if Path(folder, _STOP).exists():
         sys.exit(130)
     if refused := _refusal(Path(folder)):  # in the attempt before this one: it would be refused again

@@ -1,7 +1,7 @@
 """Objects from all ranks, or from the first, and differentiable sums over ranks."""
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -10,6 +10,8 @@ from torch.autograd.function import FunctionCtx
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.core.errors import RingspanError
+
+T = TypeVar("T")
 
 
 def gather(thing: object, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -27,7 +29,7 @@ def gather_over(mesh: DeviceMesh, thing: object, axes: Iterable[str] | None = No
     return things
 
 
-def from_first_rank(function: Callable[[], Any]) -> Any:
+def from_first_rank(function: Callable[[], T]) -> T:
     """Return a function's result on rank 0, or raise its error, on every rank."""
     found: list[Any] = [None, None]
     if dist.get_rank() == 0:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Final
+from typing import Final
 
 import torch
 import torch.distributed as dist
@@ -208,7 +208,7 @@ class Exchange:
     def _queues_with(self, rank: int, device: torch.device) -> SharedQueues | None:
         return self._queues if self._queues and device.type == "cpu" and self._queues.carries(rank) else None
 
-    def _operation(self, call: Any, rank: int, buffer: Tensor, message: int) -> dist.P2POp:
+    def _operation(self, call: Callable[..., object], rank: int, buffer: Tensor, message: int) -> dist.P2POp:
         return dist.P2POp(call, buffer, group=self._group, tag=self._tag + message, group_peer=rank)
 
 

@@ -7,6 +7,7 @@ from typing import Any, Final, Protocol
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_unflatten
 
 Region = tuple[slice, ...]
@@ -62,7 +63,9 @@ class Deferred(Tensor):
         return memo.setdefault(id(self), copied)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> object:
         kwargs = kwargs or {}
         if func is _aten.equal.default:
             return _are_equal(*args)
@@ -160,7 +163,7 @@ def region_of(shape: Sequence[int]) -> Region:
     return tuple(slice(0, size) for size in shape)
 
 
-def held_regions(parameter: Any) -> list[Region]:
+def held_regions(parameter: DTensor) -> list[Region]:
     """Return the parts of the whole tensor that this rank's shard holds, in its order."""
     if not parameter.to_local().numel():
         return []
@@ -201,12 +204,12 @@ def _numbered(index: int | None) -> dict[str, int]:
     return {} if index is None else {"index": index}
 
 
-def _whole_of(x: object) -> Any:
+def _whole_of(x: object) -> object:
     # Contiguous, as deferred tensors say they are: PyTorch chose the operations by that.
     return whole(x).contiguous() if isinstance(x, Deferred) else x
 
 
-def _meta_of(x: object) -> Any:
+def _meta_of(x: object) -> object:
     return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
 
 

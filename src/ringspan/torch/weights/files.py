@@ -26,7 +26,7 @@ DTYPES: Final = {
 
 
 class _Stored:
-    def __init__(self, path: Path, file: Any, name: str, place: tuple[int, int]) -> None:
+    def __init__(self, path: Path, file: safe_open, name: str, place: tuple[int, int]) -> None:
         self._path, self._file, self.place = path, file, place
         self._slice: Any = file.get_slice(name)
         self.name, self.shape = name, tuple(self._slice.get_shape())
@@ -109,7 +109,7 @@ def folder_of(
     return Path(snapshot_download(repository, allow_patterns=[*wanted, *more], **options), subfolder)
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path) -> safe_open:
     try:
         return safe_open(path, "pt").__enter__()
     except FileNotFoundError:

@@ -47,7 +47,7 @@ class ModelConfig(Table):
 
     @model_validator(mode="before")
     @classmethod
-    def _scratch_where_only_that_fits(cls, values: Any) -> Any:
+    def _scratch_where_only_that_fits(cls, values: object) -> object:
         if isinstance(values, dict) and "init" not in values and values.get("config") is not None:
             return values if values.get("path") is not None else values | {"init": "scratch"}
         return values
@@ -108,7 +108,7 @@ class ModelConfig(Table):
         return dict(values)
 
 
-def _read_json(path: str) -> Any:
+def _read_json(path: str) -> object:
     where = f"model.config = {json.dumps(path)}"
     try:
         with refused(f"{where}: is not valid JSON", ValueError, RecursionError, remedy="; repair it"):

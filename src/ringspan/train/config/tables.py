@@ -5,7 +5,7 @@ not from the file's folder.
 """
 
 from dataclasses import fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -76,7 +76,7 @@ class MemoryConfig(Table):
 
     @model_validator(mode="before")
     @classmethod
-    def _auto_where_a_budget_is_set(cls, values: Any) -> Any:
+    def _auto_where_a_budget_is_set(cls, values: object) -> object:
         if isinstance(values, dict) and "checkpoint" not in values and values.get("activation_bytes") is not None:
             return values | {"checkpoint": "auto"}
         return values

@@ -49,7 +49,7 @@ def _key(key: str, field: FieldInfo, path: str) -> Iterator[str]:
         yield f"#{key} = {_toml(default)}"
 
 
-def _example(field: FieldInfo, path: str) -> Any:
+def _example(field: FieldInfo, path: str) -> object:
     assert field.examples, f"{path} has no default, so it needs an example"
     return field.examples[0]
 

@@ -115,7 +115,7 @@ def _part(part: Any, place: str, folder: Path) -> dict[str, Any]:
     return {"type": kind, kind: _resolved(paths, kind, place, folder)}
 
 
-def _resolved(given: object, kind: str, place: str, folder: Path) -> Any:
+def _resolved(given: object, kind: str, place: str, folder: Path) -> object:
     paths: list[str] = []
     for name in _names(given):
         if "://" in name:

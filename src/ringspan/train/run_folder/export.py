@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ringspan.checkpoints.manifest import TensorEntry, read_manifest, verify
@@ -22,6 +22,7 @@ from ringspan.core.messages.lines import one_line, refused
 from ringspan.generate.folder import base_folder, has_tokenizer, load_config, load_model, load_tokenizer
 from ringspan.generate.settings import GenerateSettings
 from ringspan.torch.layers.positions import as_trained, note_length
+from ringspan.torch.layers.view import RingModel
 from ringspan.torch.model.adapters import adapter_weights, base_of, is_peft
 from ringspan.torch.model.saving import voted
 from ringspan.torch.weights.deferred import Region, deferred, shape_of
@@ -29,6 +30,7 @@ from ringspan.torch.weights.loading import auto_class
 from ringspan.torch.weights.saving import plan_files, plan_weights, saved_names, write_weights
 from ringspan.torch.weights.writing import MAX_SHARD_SIZE, WeightsPlan, missing_room
 from ringspan.train.adapter import plan_merged, write_adapter
+from ringspan.train.config.tables import TrainConfig
 from ringspan.train.model import Tokenizer, load_model_config
 from ringspan.train.run_folder.record import RECORD, recorded
 from ringspan.train.run_folder.resume import tokenizer_of
@@ -116,7 +118,7 @@ def put_beside(scratch: Path, folder: Path) -> None:
     scratch.rename(folder)
 
 
-def model_bytes(model: Any, dtype: torch.dtype, *, is_adapter: bool = False) -> int:
+def model_bytes(model: nn.Module, dtype: torch.dtype, *, is_adapter: bool = False) -> int:
     if is_adapter:
         return sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     return sum(parameter.numel() for parameter in model.parameters()) * dtype.itemsize
@@ -129,7 +131,7 @@ def scratch_beside(folder: Path) -> Iterator[Path]:
         yield inner
 
 
-def _together(model: Any, work: Callable[[], None] | Exception | None) -> None:
+def _together(model: RingModel, work: Callable[[], None] | Exception | None) -> None:
     """Call ``voted``; a full disk or short memory is a CheckpointError."""
 
     def attempt() -> None:
@@ -247,7 +249,7 @@ def _write(
         put_beside(scratch, folder)
 
 
-def _settings_of(run: Path) -> Any:
+def _settings_of(run: Path) -> TrainConfig:
     if not (run / RECORD).exists():
         raise ConfigError(f"{run}: is no folder of a run ({RECORD} is missing)")
     with refused(f"{run / RECORD}: is not the record of a run", OSError, ValueError, KeyError, TypeError):

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from transformers import PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from ringspan.checkpoints.state import model_facts
 from ringspan.core.errors import ConfigError
@@ -98,7 +98,7 @@ def open_run(config: TrainConfig, lock: RunLock) -> RunRecord:
 
 
 def begin_run(
-    config: TrainConfig, record: RunRecord, lock: RunLock, model: Any, tokenizer: Tokenizer, data: Data
+    config: TrainConfig, record: RunRecord, lock: RunLock, model: PreTrainedModel, tokenizer: Tokenizer, data: Data
 ) -> None:
     """Make a new run's folder, or check a resumed one's text and config, on rank 0; errors are all ranks'."""
     run, facts = Path(config.run), model_facts(model)

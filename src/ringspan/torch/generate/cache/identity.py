@@ -9,6 +9,7 @@ from typing import Any, Final, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ringspan.torch.consistency.fixed import known_parameters
@@ -92,11 +93,11 @@ def weights_digest(model: RingModel) -> str:
 
 
 @torch.no_grad()
-def digest_of(parameters: Sequence[Tensor], mesh: Any) -> str:
+def digest_of(parameters: Sequence[Tensor], mesh: DeviceMesh) -> str:
     sums = torch.tensor(
         [_sums(parameter, mesh) for parameter in parameters], dtype=torch.int64, device=mesh.device_type
     )
-    for axis in mesh.mesh_dim_names:
+    for axis in mesh.mesh_dim_names or ():
         if mesh[axis].size() > 1:
             dist.all_reduce(sums, group=mesh[axis].get_group())
     sums &= (1 << _BITS) - 1
@@ -111,16 +112,16 @@ def _digest(facts: object) -> str:
     return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
-def _sums(parameter: Tensor, mesh: Any) -> tuple[int, int]:
+def _sums(parameter: Tensor, mesh: DeviceMesh) -> tuple[int, int]:
     """Compute two sums over the bits that only this rank has of a parameter; zeros for copies."""
     if isinstance(parameter, DTensor):
         coordinate = parameter.device_mesh.get_coordinate() or ()
         copies = [place for place, kind in zip(coordinate, parameter.placements, strict=True) if kind.is_replicate()]
         # A mesh of fewer axes than the model's: along the others, all ranks have the same.
         names = parameter.device_mesh.mesh_dim_names or ()
-        copies += [mesh[axis].get_local_rank() for axis in mesh.mesh_dim_names if axis not in names]
+        copies += [mesh[axis].get_local_rank() for axis in mesh.mesh_dim_names or () if axis not in names]
     else:
-        copies = mesh.get_coordinate()
+        copies = mesh.get_coordinate() or ()
     if any(copies):
         return 0, 0
     local = local_part(parameter.detach()).contiguous().flatten()

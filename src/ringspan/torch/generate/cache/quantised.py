@@ -4,7 +4,7 @@ At least the last 64 tokens keep full precision: a few can be taken back, and no
 """
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ def new_rows(dtype: str | None) -> "Rows | QuantisedRows":
     return QuantisedRows(dtype) if dtype in _LARGEST else Rows(None if dtype is None else getattr(torch, dtype))
 
 
-def check_dtype(dtype: Any) -> None:
+def check_dtype(dtype: object) -> None:
     if dtype is not None and dtype not in CACHE_DTYPE_NAMES:
         raise ConfigError(f"the dtype of a cache must be one of {', '.join(CACHE_DTYPE_NAMES)} or None, got {dtype!r}")
 

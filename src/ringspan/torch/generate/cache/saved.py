@@ -7,13 +7,14 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.core.errors import CheckpointError, UnsupportedError
 from ringspan.core.files.disk import sync_file, sync_folder, write_synced
@@ -30,6 +31,10 @@ from ringspan.torch.memory.sharding import settle
 from ringspan.torch.model.config_changes import deciding_fields
 from ringspan.torch.multimodal.kinds import has_grid_positions, is_of
 from ringspan.torch.transport.collectives import gather
+
+if TYPE_CHECKING:
+    from ringspan.torch.generate.model import RingGenerator
+
 
 MANIFEST: Final = "manifest.json"
 _HALVES: Final = "keys", "values"
@@ -72,7 +77,7 @@ class SavedCache(_Record):
     shares: tuple[SavedShare, ...] = Field(strict=False)
 
 
-def save(model: RingModel, cache: Any, folder: str | Path) -> None:
+def save(model: "RingGenerator", cache: Any, folder: str | Path) -> None:
     """Write a cache into a new folder, on every rank; raise as ``RingGenerator.save_cache``."""
     target = Path(folder)
     scratch = target.with_name(f"{target.name}.tmp-new")
@@ -130,11 +135,11 @@ def _vote(model: RingModel, name: str, folder: Path, work: Callable[[], dict[str
             raise CheckpointError(f"{folder}: {type(error).__name__}: {one_line(error)}") from error
 
 
-def _axis(mesh: Any, name: str) -> tuple[int, int]:
-    return (mesh[name].get_local_rank(), mesh[name].size()) if name in mesh.mesh_dim_names else (0, 1)
+def _axis(mesh: DeviceMesh, name: str) -> tuple[int, int]:
+    return (mesh[name].get_local_rank(), mesh[name].size()) if name in (mesh.mesh_dim_names or ()) else (0, 1)
 
 
-def _facts_to_save(model: Any, cache: Any, target: Path) -> dict[str, Any]:
+def _facts_to_save(model: "RingGenerator", cache: Any, target: Path) -> dict[str, Any]:
     if not isinstance(cache, RingCache):
         raise UnsupportedError(f"a {type(cache).__name__} cannot be saved; use a cache from model.new_cache()")
     if (cache.shares.ranks, len(cache.layers)) != (model.ring_mesh["ring"].size(), len(model.new_cache().layers)):
@@ -231,7 +236,7 @@ def _fill(model: RingModel, folder: Path, saved: SavedCache, cache: RingCache) -
     with ExitStack() as stack:
         files: dict[str, Any] = {}
 
-        def opened(name: str) -> Any:
+        def opened(name: str) -> safe_open:
             if name not in files:
                 files[name] = stack.enter_context(safe_open(folder / name, "pt"))
             return files[name]
@@ -251,7 +256,7 @@ def _fill(model: RingModel, folder: Path, saved: SavedCache, cache: RingCache) -
         raise CheckpointError(f"{folder}: its tokens are not those that it says it holds; save it again")
 
 
-def _fill_ids(model: RingModel, folder: Path, file: Any, cache: RingCache) -> None:
+def _fill_ids(model: RingModel, folder: Path, file: safe_open, cache: RingCache) -> None:
     """Store a saved cache's tokens and shifts; CheckpointError if old files lack images' shifts."""
     ids = file.get_tensor("ids")
     shifts = file.get_tensor("shifts") if "shifts" in file.keys() else None  # noqa: SIM118 (a file, not a dict)

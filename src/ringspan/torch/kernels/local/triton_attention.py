@@ -15,12 +15,12 @@ from ringspan.gpu.tuning import Blocks
 from ringspan.torch.kernels.contract import BackwardInputs, Scores
 
 
-def _tuned(program: Any, blocks: Blocks, sums: list[str]) -> Any:
+def _tuned(program: object, blocks: Blocks, sums: list[str]) -> Any:
     """Return the program with its best blocks, tuned once per kind; if results must repeat, with the last blocks."""
     if interprets_triton():
         return tuning.interpreted(program)
 
-    def fitting(_: list[Any], arguments: dict[str, Any], **options: Any) -> list[Any]:
+    def fitting(_: list[Any], arguments: dict[str, Any], **options: int) -> list[Any]:
         found = blocks.configs(max(options["SIZE"], options["VALUE_SIZE"]) * arguments["q"].element_size())
         return found[-1:] if torch.are_deterministic_algorithms_enabled() else found
 

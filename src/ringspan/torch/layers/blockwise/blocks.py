@@ -1,7 +1,7 @@
 """Token-wise modules in blocks of tokens, computed again in backward: only the input (T x C) is kept."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -14,6 +14,8 @@ from ringspan.core.messages.numbers import check_whole
 from ringspan.torch.kernels.device import rules_of
 from ringspan.torch.layers.modules import autocast_now, example_of, hidden_of, hooks_of, local_part, mix_in
 from ringspan.torch.weights.loading import filled
+
+_Run = Callable[[Tensor], tuple[Tensor, ...]]
 
 
 class RouterRecorder:
@@ -52,7 +54,7 @@ class RouterRecorder:
     def attach(self, router: nn.Module, index: int) -> None:
         """Record the output of a module, or its output number ``index``."""
 
-        def record(_: nn.Module, args: object, output: Any) -> None:
+        def record(_: nn.Module, args: object, output: Tensor | tuple[Tensor, ...]) -> None:
             scores = output[index] if isinstance(output, tuple) else output
             if scores is not None:
                 self.add(scores)
@@ -82,7 +84,7 @@ def run_in_blocks(
         )
 
 
-def kind_of(module: nn.Module) -> Any:
+def kind_of(module: nn.Module) -> object:
     """Return a key equal for modules with the same code, shapes, dropout and hooks."""
     shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
     rates = tuple(dropout.p for dropout in module.modules() if isinstance(dropout, nn.Dropout))
@@ -109,7 +111,7 @@ def _why_mixed(module: nn.Module, size: int, gives: int | None, *, trains: bool)
     tokens[1] = tokens[0, 0]  # one row of equal tokens, which a router sends to the same experts
     order = torch.randperm(num_tokens, generator=generator).to(like.device)
 
-    def run(tokens: Tensor) -> Any:
+    def run(tokens: Tensor) -> Tensor:
         return hidden_of(module(tokens.clone()))  # some write into what they are given
 
     with _mode(module, trains):
@@ -158,7 +160,7 @@ class Blockwise:
     chunk_from_tokens: int
     chunk_recorder: RouterRecorder | None
 
-    def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: object) -> Any:
+    def forward(self: Any, hidden_states: Tensor, *args: object, **kwargs: object) -> object:
         """Map (B, T, C) to (B, T, C), a block of the B x T tokens at a time; UnsupportedError for other arguments."""
         whole: Any = super().forward  # pyright: ignore[reportAttributeAccessIssue]
         chunk, recorder = self.chunk_tokens, self.chunk_recorder
@@ -197,7 +199,13 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run: Any, chunk_tokens: int, module: Any, scores: tuple[int, int], hidden: Tensor, *parameters: Tensor
+        ctx: Any,
+        run: _Run,
+        chunk_tokens: int,
+        module: nn.Module,
+        scores: tuple[int, int],
+        hidden: Tensor,
+        *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
         """Return also memoryless placeholders for router scores (T, E), which carry their gradients back."""
         ctx.save_for_backward(hidden)
@@ -241,7 +249,7 @@ class _Computed(torch.autograd.Function):
     """Computation of the blocks that keeps nothing and passes its gradients on to ``_Recomputed``."""
 
     @staticmethod
-    def forward(ctx: Any, run: Any, chunk_tokens: int, hidden: Tensor, *places: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, run: _Run, chunk_tokens: int, hidden: Tensor, *places: Tensor) -> tuple[Tensor, ...]:
         ctx.dtypes = [place.dtype for place in places]
         out = torch.empty_like(hidden)
         scores: list[list[Tensor]] = [[] for _ in places]

@@ -72,7 +72,7 @@ def refuse_blocks_of_vocabulary(head: nn.Module, chunk_vocabulary: int | None) -
         )
 
 
-def kind_of_head(head: nn.Module) -> Any:
+def kind_of_head(head: nn.Module) -> object:
     """Return a key of a head that changes when any hook or forward in it changes."""
     return tuple((forward_of(part), hooks_of(part)) for part in head.modules())
 

@@ -50,7 +50,7 @@ class _TransposedKeys(OwnAttention):
 
 
 class _Inline(OwnAttention):
-    def forward(self: Any, *args: Any, **kwargs: object) -> Any:
+    def forward(self: Any, *args: object, **kwargs: object) -> object:
         given = dict(inspect.signature(forward_of(self)).bind(self, *args, **kwargs).arguments)
         given |= given.pop("kwargs", {})
         for other in ("encoder_hidden_states", "key_value_states", "attn_prompt"):

@@ -70,7 +70,7 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
     """Mixin that ``parallelize`` adds to a model's class: one loss for the whole batch, without whole logits."""
 
     @torch.compiler.disable(recursive=False)
-    def __call__(self: Any, *args: Any, **kwargs: object) -> Any:
+    def __call__(self: Any, *args: object, **kwargs: object) -> object:
         call: Any = super().__call__  # pyright: ignore[reportAttributeAccessIssue]
         asked = _asked(kwargs)
         with in_pass(self, asked.value):
@@ -203,7 +203,7 @@ def _everywhere(model: RingModel, local: Tensor, length: int, document_lengths: 
     return Unsharded.apply(local, split, ring.get_group())
 
 
-def _in_folds(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any:
+def _in_folds(model: RingModel, call: Callable[..., Any], kwargs: dict[str, Any]) -> object:
     """Compute what ``forward`` returns of a sequence in folds."""
     asked = _asked(kwargs)
     if asked is Asked.LOGPROBS:

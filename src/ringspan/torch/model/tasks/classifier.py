@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import SequenceClassifierOutputWithPast, TokenClassifierOutput
 
 from ringspan.core.errors import UnsupportedError
@@ -45,7 +46,7 @@ def refuse_classifier(view: ModelView) -> None:
 
 
 @torch.no_grad()
-def _try_head(model: Any, decoder: Any) -> None:
+def _try_head(model: PreTrainedModel, decoder: PreTrainedModel) -> None:
     """Refuse a classifier that does more than head and pool, tried out on hidden states."""
     name, head = type(model).__name__, getattr(model, LABELS)
     like = next(head.parameters())

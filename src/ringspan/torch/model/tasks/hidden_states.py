@@ -60,7 +60,7 @@ def refuse_headless(view: ModelView) -> None:
 
 
 @torch.no_grad()
-def _refuse_not_causal(name: str, decoder: Any) -> None:
+def _refuse_not_causal(name: str, decoder: PreTrainedModel) -> None:
     """Check on four made-up tokens that the last one does not change earlier ones."""
     like = next(decoder.parameters())
     if like.is_meta:
@@ -89,7 +89,7 @@ def _hidden_size(config: PreTrainedConfig) -> int:
 
 class RingDecoder(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
     @torch.compiler.disable(recursive=False)
-    def __call__(self: Any, *args: Any, **kwargs: object) -> Any:
+    def __call__(self: Any, *args: object, **kwargs: object) -> object:
         with in_pass(self, "a forward pass"):
             with meeting(self.ring_mesh, "a forward pass") as facts:
                 try:
@@ -105,7 +105,7 @@ class RingDecoder(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatibl
             note_copies(self)
             return output
 
-    def forward(self: Any, *args: Any, **kwargs: object) -> Any:
+    def forward(self: Any, *args: object, **kwargs: object) -> object:
         """Run the model's own forward once FSDP has what it needs."""
         renew_types(self)
         forward: Any = super().forward  # pyright: ignore[reportAttributeAccessIssue]
