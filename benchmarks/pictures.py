@@ -20,6 +20,7 @@ from benchmarks.understand_pictures import (
 from ringspan.core.geometry.balanced import balanced
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import causal, documents, full, prefix_lm, sliding_window
+from ringspan.core.geometry.tree import tree
 from ringspan.report.drawing import svg
 from ringspan.report.ring_pictures import ring_picture, travel_picture
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 DOCS: Final = Path(__file__).parents[1] / "docs"
 _LENGTH: Final = 8192
 _PACKED: Final = documents([600, 4800, 1100, 1300, 392])
+_ANSWERS: Final = tree([4096, 1200, 500, 896, 700, 800], [-1, 0, 0, 0, 0, 0])
 _ZIGZAG: Final = Layout("zigzag", _LENGTH, 4)
 
 
@@ -40,6 +42,9 @@ def _ancestors() -> "Figure":
 PICTURES: Final[dict[str, Callable[[], "Figure | str"]]] = {
     "ring-moving.svg": lambda: moving_picture(Layout("zigzag", 24, 4), causal()),
     "ring.svg": lambda: ring_picture(_ZIGZAG, causal()),
+    "shared-prefixes.svg": lambda: ring_picture(
+        balanced(_ANSWERS, length=_LENGTH, ranks=4), _ANSWERS, "one prompt, five answers, balanced layout"
+    ),
     "understand/ancestors.svg": _ancestors,
     "understand/blocks.svg": lambda: ring_picture(Layout("contiguous", _LENGTH, 4), full()),
     "understand/overlap.svg": overlap_picture,

@@ -40,6 +40,7 @@ TINY = ["--length", "64", "--repeats", "1", "--heads", "1", "--kv-heads", "1", "
 OBJECTS = {
     "plan": ["plan", "--json"],
     "plan --generate": ["plan", "--generate", "--json"],
+    "plan --group": ["plan", "--group", "8", "--completion", "9", "--prompt", "99", "--json"],
     "rehearse": ["rehearse", "--model", ".", "--devices", "4", "--length", "256", "--json"],
     "doctor": ["doctor", "--ranks", "2", "--json"],
     "bench attention": ["bench", "attention", *TINY, "--json"],

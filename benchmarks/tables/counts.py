@@ -4,8 +4,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from benchmarks.result_files import read, table
-from ringspan.core.messages.units import shown_bandwidth, shown_speed
+from ringspan.core.messages.units import shown_bandwidth, shown_bytes, shown_seconds, shown_speed
 from ringspan.plan.cluster.hardware import device, min_block_tokens
+from ringspan.plan.group import compare_group
+from ringspan.plan.model.configs import model_shape
+from ringspan.plan.search import Question
 
 _CODES: Final = {
     "exact": "`exact`",
@@ -50,6 +53,33 @@ def overlap(name: str) -> str:
     ]
     head = ("link", "dtype", "query heads on one", "F (GFLOP/s)", "B (MB/s)", "predicted", "measured")
     return table((*head, "measured / predicted"), rows, left=2)
+
+
+_GROUPS: Final = ((32_768, 8, 1024), (30_000, 16, 1000), (4096, 8, 256), (2048, 2, 512), (512, 8, 2048))
+
+
+def shared_prefixes() -> str:
+    """Answers to one prompt, as separate rows and as one tree, by the plan."""
+    question = Question(shape=model_shape("llama-3.1-8b"), device=device("h100"), devices=8, length=1)
+    rows: list[Sequence[object]] = []
+    for prompt, group, completion in _GROUPS:
+        ways = compare_group(question, group, prompt, completion)
+        tree, each = ways["tree"], ways["rows"]
+
+        def shown(name: str, form: Callable[[float], str], tree: Any = tree, each: Any = each) -> str:
+            return f"{form(each[name])} → {form(tree[name])} ({tree[name] / each[name]:.0%})"
+
+        rows.append(
+            (
+                f"{prompt:,}",
+                f"{group} of {completion:,}",
+                shown("tokens", lambda value: f"{value:,}"),
+                shown("pairs", lambda value: f"{value / 1e6:,.1f}M"),
+                shown("peak_bytes", shown_bytes),
+                shown("step_seconds", shown_seconds),
+            )
+        )
+    return table(("prompt", "answers", "tokens", "pairs", "memory per device", "step"), rows)
 
 
 _DOCUMENTS: Final = {

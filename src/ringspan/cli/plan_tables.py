@@ -69,6 +69,22 @@ def _documents(out: Console, result: dict[str, Any], layouts: Sequence[LayoutCos
     table(out, f"a step of {packed['num']:,} packed documents of {lengths}", headers, rows, numbers=3)
 
 
+def show_group(title: str, ways: dict[str, dict[str, Any]], meshes: dict[str, str]) -> None:
+    """Print the plans of ``compare_group``."""
+    rows = [
+        (
+            {"tree": "one tree", "rows": "separate rows"}[name],
+            f"{meshes[name]}, {way['layout']}, {way['route']}, checkpoint {way['checkpoint']}",
+            f"{way['tokens']:,}",
+            f"{way['pairs']:.3g}",
+            shown_bytes(way["peak_bytes"] + way["reserve_bytes"]) + ("" if way["fits"] else ", too much"),
+            "" if way["step_seconds"] is None else shown_seconds(way["step_seconds"]),
+        )
+        for name, way in ways.items()
+    ]
+    table(console(), title, ("as", "how", "tokens", "pairs", "per device", "step"), rows, numbers=4)
+
+
 def _verdict(out: Console, answer: Plan, result: dict[str, Any]) -> None:
     question, device = answer.question, answer.question.device
     needs, has, where = result["peak_bytes"] + result["reserve_bytes"], device.memory_bytes, "at the peak"

@@ -27,6 +27,7 @@ from ringspan.hf.shared import SharedRows
 from ringspan.torch.consistency.calls import exchanging, preparing
 from ringspan.torch.data.batch import IGNORED, TAKEN, shard_batch
 from ringspan.torch.data.batch_layout import BatchLayout, Unsharded
+from ringspan.torch.data.tree import times_counted
 from ringspan.torch.generate.cache.cache import RingCache
 from ringspan.torch.layers.cache_names import given_cache
 from ringspan.torch.layers.decoder import text_config
@@ -210,7 +211,7 @@ def _loss_of(model: Any, output: Any, targets: Tensor, count: int | None, of_tre
     """Compute the evaluation loss over all replicas from local logits (B, T, V); NaN without targets."""
     logits = (output.logits if of_tree is None else output.logits[:, of_tree[:, 0]]).float()
     losses = cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none").detach()
-    weights = (targets != IGNORED).flatten() if of_tree is None else of_tree[:, 2]
+    weights = times_counted(targets, of_tree)
     sums = _everywhere(model, torch.stack(((losses * weights).double().sum(), weights.double().sum())))
     loss = (sums[0] / (sums[1] if count is None else count)).to(losses.dtype)
     if getattr(output, "aux_loss", None) is not None:

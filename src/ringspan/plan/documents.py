@@ -13,7 +13,9 @@ import numpy as np
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.mask import Mask
 from ringspan.core.geometry.mask import documents as documents_mask
+from ringspan.core.geometry.tree import Tree
 from ringspan.core.messages.lines import one_line
 from ringspan.core.names import BATCH_LAYOUT_NAMES, BatchLayoutName
 from ringspan.core.schedule.choice import WORTH_IT
@@ -65,16 +67,17 @@ def read_documents(text: str, length: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def compare_layouts(question: Question, setting: Setting, lengths: tuple[int, ...]) -> list[LayoutCost]:
-    """Return a plan's step on every layout and route for documents, the fastest first (striped: 3% later)."""
+def compare_layouts(question: Question, setting: Setting, lengths: tuple[int, ...] | Tree) -> list[LayoutCost]:
+    """Return a plan's step on every layout and route for documents or a tree, the fastest first (striped: 3% later)."""
+    option = "--group" if isinstance(lengths, Tree) else "--documents"
     if question.shape.has_states or question.shape.sees:
         what = "towers" if question.shape.sees else "layers with states"
         raise UnsupportedError(
-            f"--documents: {question.shape.name} has {what}, which are not timed by documents; leave it out"
+            f"{option}: {question.shape.name} has {what}, which are timed for whole sequences alone; leave it out"
         )
     if setting.ring > _MOST_RANKS:
         raise ConfigError(
-            f"--documents is for rings of up to {_MOST_RANKS} ranks, and this plan has {setting.ring}; ask for fewer "
+            f"{option} is for rings of up to {_MOST_RANKS} ranks, and this plan has {setting.ring}; ask for fewer "
             "devices, or compare layouts with rs.balanced and python -m benchmarks.layouts"
         )
     routes = dict.fromkeys((setting.route, *(_ROUTES if question.route == "auto" and setting.ring > 1 else ())))
@@ -92,18 +95,19 @@ def compare_layouts(question: Question, setting: Setting, lengths: tuple[int, ..
     return sorted(rows, key=lambda row: row.step_seconds / (WORTH_IT if row.layout == "striped" else 1))
 
 
-def _work(question: Question, split: Layout, lengths: tuple[int, ...]) -> list[int]:
+def _mask(lengths: tuple[int, ...] | Tree, window: int | None) -> Mask:
+    return lengths.mask(window) if isinstance(lengths, Tree) else documents_mask(lengths, window=window)
+
+
+def _work(question: Question, split: Layout, lengths: tuple[int, ...] | Tree) -> list[int]:
     kinds = Counter(question.shape.layer_windows)
     return [
-        sum(
-            count * make_schedule(split, documents_mask(lengths, window=window), rank).num_pairs
-            for window, count in kinds.items()
-        )
+        sum(count * make_schedule(split, _mask(lengths, window), rank).num_pairs for window, count in kinds.items())
         for rank in range(split.ranks)
     ]
 
 
-def _passes_of(split: Layout, lengths: tuple[int, ...]) -> Passes:
+def _passes_of(split: Layout, lengths: tuple[int, ...] | Tree) -> Passes:
     @lru_cache
     def passes(
         layout: str,
@@ -115,7 +119,7 @@ def _passes_of(split: Layout, lengths: tuple[int, ...]) -> Passes:
         speeds: Speeds,
         comm_dtype: str = "exact",
     ) -> tuple[Pass, Pass]:
-        mask, way = documents_mask(lengths, window=window), Route.parse(route, ranks)
+        mask, way = _mask(lengths, window), Route.parse(route, ranks)
         one = slowest_passes(split, mask, way, replace(shape, batch=1), speeds, comm_dtype)
         return of_sequences(shape.batch, one)
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ringspan.plan.model.media import Media
     from ringspan.plan.model.shapes import ModelShape
     from ringspan.plan.planner import Plan
+    from ringspan.plan.search import Question
 
 EPILOG = (
     "Examples: ringspan plan --model llama-3.1-8b --devices 8 --device h100 --length 1048576. "
@@ -74,7 +75,11 @@ CommDtype = Annotated[
 # Options of training, without a part in generation.
 _OF_TRAINING = (
     "length", "parameter_dtype", "route", "comm_dtype", "lora", "weights", "images", "frames", "sound", "documents",
-    "trace", "rank", "picture", "why_not", "explain",
+    "trace", "rank", "picture", "why_not", "explain", "group", "completion",
+)  # fmt: skip
+# Those without a part in a comparison of groups.
+_OF_SEQUENCES = (
+    "length", "images", "frames", "sound", "documents", "trace", "rank", "picture", "why_not", "explain",
 )  # fmt: skip
 
 
@@ -107,8 +112,14 @@ def command(
         Path | None, typer.Option(help="Draw the traced memory, or work per rank of --documents: .png, .svg or .pdf.")
     ] = None,
     generate: Annotated[bool, typer.Option("--generate", help="Plan generation for --batch prompts instead.")] = False,
-    prompt: Annotated[int | None, typer.Option(min=1, help="With --generate: prompt tokens; default: 100000.")] = None,
+    prompt: Annotated[
+        int | None, typer.Option(min=1, help="With --generate or --group: prompt tokens; default: 100000.")
+    ] = None,
     new_tokens: Annotated[int | None, typer.Option(min=1, help="With --generate: new tokens; default: 200.")] = None,
+    group: Annotated[
+        int | None, typer.Option(min=2, help="Compare so many answers to --prompt tokens as a tree with separate rows.")
+    ] = None,
+    completion: Annotated[int | None, typer.Option(min=1, help="With --group: tokens of each answer.")] = None,
     why_not: Annotated[
         str | None,
         typer.Option(help="Print why the plan is not this: fsdp (whole sequences per device), or a --route."),
@@ -122,16 +133,16 @@ def command(
 
     Models known by name take less than a second and need no framework. Any other model that runs on a ring
     (docs/models.md, column "plan") is read from its config by running one layer of each kind without memory.
-    --trace traces the real step as one of its ranks. --generate plans generation: whether weights and cache fit, on
+    --trace traces the real step as one of its ranks. --group compares answers to one prompt as a tree of segments with
+    separate rows (docs/shared-prefixes.md). --generate plans generation: whether weights and cache fit, on
     which mesh, and the time to the first and to each later token.
     """
-    if generate:
-        given = [
-            name for name in _OF_TRAINING if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"
-        ]
-        if given:
+    for mode, is_asked, others in (("generate", generate, _OF_TRAINING), ("group", group, _OF_SEQUENCES)):
+        given = [name for name in others if getattr(context.get_parameter_source(name), "name", "") == "COMMANDLINE"]
+        if is_asked and given:
             option = given[0].replace("_", "-")
-            raise ConfigError(f"--{option} is for a training step; leave it out, or --generate")
+            raise ConfigError(f"--{option} is for a training step of its own; leave it out, or --{mode}")
+    if generate:
         answer = planned_text(
             model, device, devices, nodes, batch=batch, dtype=dtype, prompt=prompt or DEFAULT_PROMPT,
             new_tokens=new_tokens or DEFAULT_NEW_TOKENS,
@@ -146,7 +157,9 @@ def command(
     from ringspan.plan.documents import read_documents
     from ringspan.plan.model.media import read_media
 
-    for name, value in (("prompt", prompt), ("new-tokens", new_tokens)):
+    if (group is None) != (completion is None):
+        raise ConfigError("--group and --completion say together how many answers of how many tokens; give both")
+    for name, value in (("prompt", None if group else prompt), ("new-tokens", new_tokens)):
         if value is not None:
             raise ConfigError(f"--{name} {value} is for generation; add --generate")
     if picture:
@@ -158,10 +171,16 @@ def command(
     if rank is not None and not trace:
         raise ConfigError(f"--rank {rank} is the rank that a trace plays; add --trace")
     media = read_media(images, frames, sound)
-    answer = planned(
+    question = question_of(
         model, device, devices, nodes, media, lora, weights, length=length, batch=batch, dtype=dtype,
         parameter_dtype=parameter_dtype, route=route, comm_dtype=comm_dtype,
     )  # fmt: skip
+    if group and completion:
+        _compare_group(question, group, prompt or DEFAULT_PROMPT, completion, as_json=as_json)
+        return
+    from ringspan.plan.planner import make_plan
+
+    answer = make_plan(question)
     result = answer.as_json()
     if trace:
         result |= _traced(answer, rank or 0, quiet=as_json)
@@ -194,6 +213,19 @@ def command(
         show(answer, result, shown_mesh(result), layouts, explain=explain)
 
 
+def _compare_group(question: "Question", group: int, prompt: int, completion: int, *, as_json: bool) -> None:
+    from ringspan.cli.plan_tables import show_group
+    from ringspan.plan.group import compare_group
+
+    ways = compare_group(question, group, prompt, completion)
+    if as_json:
+        print(json.dumps({"group": group, "prompt": prompt, "completion": completion} | ways))
+    else:
+        title = f"{group} answers of {completion:,} tokens to each prompt of {prompt:,}: {question.shape.name}"
+        meshes = {name: shown_mesh(way) for name, way in ways.items()}
+        show_group(f"{title}, {question.devices:,} x {question.device.title}", ways, meshes)
+
+
 def _layouts(answer: "Plan", lengths: tuple[int, ...], *, quiet: bool) -> "list[LayoutCost]":
     from ringspan.plan.documents import compare_layouts
 
@@ -206,23 +238,21 @@ def refuse_float16(dtype: str, option: str = "--dtype") -> None:
         raise ConfigError(f"{option} float16 overflows without loss scaling, which training does not do; use bfloat16")
 
 
-def planned(
+def question_of(
     model: str, device: str, devices: int, nodes: int | None, media: "Media | None" = None, lora: int = 0,
     weights: str = "", *, dtype: str, parameter_dtype: str, comm_dtype: str, **asked: Any,
-) -> "Plan":  # fmt: skip
+) -> "Question":  # fmt: skip
     from ringspan.core.names import COMM_DTYPE_NAMES, find_name
     from ringspan.plan.model.configs import model_shape
-    from ringspan.plan.planner import make_plan
     from ringspan.plan.search import Question
 
     refuse_float16(dtype)
     refuse_float16(parameter_dtype, "--parameter-dtype")
-    question = Question(
+    return Question(
         device=_kind(device, devices, nodes), shape=_adapted(model_shape(model, media or {}, dtype), lora, weights),
         devices=devices, dtype=dtype, parameter_dtype=parameter_dtype,
         comm_dtype=find_name("--comm-dtype", comm_dtype, COMM_DTYPE_NAMES, ConfigError), **asked,
     )  # fmt: skip
-    return make_plan(question)
 
 
 def _adapted(shape: "ModelShape", lora: int, weights: str) -> "ModelShape":

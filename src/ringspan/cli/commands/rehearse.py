@@ -41,11 +41,13 @@ def command(
     add.
     """
     from ringspan.measure.trace.rehearsal import rehearse_plan
+    from ringspan.plan.planner import make_plan
 
-    answer = plan.planned(
+    question = plan.question_of(
         model, device, devices, nodes, length=length, batch=batch, dtype=dtype, parameter_dtype=parameter_dtype,
         route=route, comm_dtype=comm_dtype,
     )  # fmt: skip
+    answer = make_plan(question)
     setting = answer.setting
     link = answer.question.device.bandwidth(setting.ring * setting.tp) if bandwidth is None else bandwidth
     if not 0 < link < float("inf"):

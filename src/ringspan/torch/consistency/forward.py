@@ -19,6 +19,7 @@ from ringspan.torch.consistency.optimizers import optimizer_facts
 from ringspan.torch.data.batch import IGNORED, positions_of
 from ringspan.torch.data.batch_layout import BatchLayout
 from ringspan.torch.data.media import Media
+from ringspan.torch.data.tree import times_counted
 from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.positions import beyond_table
 from ringspan.torch.layers.router_loss import wanted_router
@@ -79,9 +80,8 @@ def check_forward(
         _check_batch(model, **arguments)
         targets = arguments.get("shift_labels")
         facts.alike, facts.alike_in_ring = _facts(model, arguments, others), _facts_of_ring(arguments)
-        facts.targets = 0 if targets is None else int((targets != IGNORED).sum())
-        if (of_tree := arguments.get("tree_targets")) is not None:
-            facts.targets = int(of_tree[:, 2].sum())
+        of_tree = arguments.get("tree_targets")
+        facts.targets = 0 if targets is None else int(times_counted(targets, of_tree).sum())
     tokens = arguments["input_ids"].shape[1] * model.ring_mesh["ring"].size()
     defaults = {"num_items_in_batch": facts.targets, "sequence_length": tokens}
     given = {name: value for name, value in arguments.items() if value is not None}

@@ -79,7 +79,7 @@ def shard_batch(
         of the longest document or row, on the CPU; ``media``; ``batch_digest`` of tokens, targets, documents, padding
         (and ``media``) and ``layout_digest``, to check that ranks got the same batch, and the model's layout.
         Of a tree, ``document_lengths`` are lengths and parents (1, segments, 2), ``shift_labels`` (1, R) this rank's
-        targets, ``tree_targets`` (R, 3) their local tokens, places in the row and weights.
+        targets, ``tree_targets`` (R, 2) their local tokens and places in the row; (R, 3) with weights if any is not 1.
 
     Raises:
         UnsupportedError: keys, masks or positions that cannot be honoured, by name.

@@ -159,10 +159,12 @@ def shard_tree(
         local_row[own[0]] = torch.arange(own.shape[1])
         rows = local_row[scored.places]
         mine = rows >= 0
-        found = torch.stack((rows, scored.results, scored.weights), 1)[mine]
-        targets = scored.targets[mine]
+        numbers = [rows, scored.results]
+        if bool((scored.weights > 1).any()):  # else the loss asks for none
+            numbers.append(scored.weights)
+        found, targets = torch.stack(numbers, 1)[mine], scored.targets[mine]
         if not len(found):  # a rank without targets takes part in the loss
-            found, targets = found.new_zeros(1, 3), targets.new_full((1,), IGNORED)
+            found, targets = found.new_zeros(1, len(numbers)), targets.new_full((1,), IGNORED)
         local |= {"tree_targets": found, "shift_labels": targets[None]}
     parts = {name: part.to(device or tokens.device).contiguous() for name, part in local.items()}
     digested = (tokens, None if scored is None else torch.stack(scored), lengths, None)
@@ -171,3 +173,10 @@ def shard_tree(
         "batch_digest": torch.stack([digest_integers(x).to(tokens.device) for x in digested]),
         "layout_digest": split.digest(rank),
     }
+
+
+def times_counted(targets: Tensor, tree_targets: Tensor | None) -> Tensor:
+    """Return the number of times that each target counts, flat: 0 without one, 1, or a weight of a tree's."""
+    if tree_targets is None or tree_targets.shape[1] == 2:
+        return (targets != IGNORED).flatten()
+    return tree_targets[:, 2]

@@ -113,7 +113,7 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
         ``document_lengths`` (B, documents), padded with 0: tokens see only their own document, positions count within
         it. ``sequence_length``: of the longest document. ``output_router_logits``, from the config when None, adds the
         auxiliary loss over all ranks' ``real_tokens`` (B, T), all but the layout's padding when None. ``media`` are the
-        whole batch's, ``tree_targets`` (R, 3) a tree's. ``ring_asked`` in ``kwargs``: log-probabilities for
+        whole batch's, ``tree_targets`` (R, 2 or 3) a tree's. ``ring_asked`` in ``kwargs``: log-probabilities for
         ``token_logprobs``, or a ``PerToken``.
         ``labels`` and ``attention_mask`` raise in ``__call__``; Trainer keeps the data columns named here, and
         ``shard_batch`` takes both. ``ring_fold`` is the fold of these tokens.
@@ -151,7 +151,7 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
         if shift_labels is None:
             logits = finished_logits(head_of(self)(hidden), self.ring_loss.logit_scale, self.ring_loss.softcap)
             return _output(auxiliary, logits=logits)
-        weights = None if tree_targets is None else tree_targets[:, 2]
+        weights = None if tree_targets is None or tree_targets.shape[1] == 2 else tree_targets[:, 2]
         loss = _loss(self, hidden, shift_labels, int(num_items_in_batch), weights)
         if router is not None and auxiliary is not None:
             loss = loss + getattr(self, router.coefficient) * auxiliary
@@ -165,7 +165,7 @@ _SIGNATURE: Final = inspect.signature(RingCausalLM.forward)
 def _loss(model: RingModel, hidden: Tensor, targets: Tensor, count: int, weights: Tensor | None = None) -> Tensor:
     # Evaluation is plain cross-entropy, whatever training adds to it.
     options = model.ring_loss if model.training else _plain(model)
-    if weights is None or bool((weights <= 1).all()):
+    if weights is None:
         total = _cross_entropy(model, hidden, targets, options, "sum")
     else:
         total = (_cross_entropy(model, hidden, targets, options, "none") * weights).sum()
