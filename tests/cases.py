@@ -1,15 +1,26 @@
 """Cases of parametrized tests: tables in place of products, and those that ``make test`` leaves out."""
 
+import shlex
 from collections.abc import Iterable, Sequence
 from itertools import combinations, product
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
 import pytest
+
+_REFUSALS: Final = Path(__file__).with_name("refusals.txt").read_text(encoding="utf-8")
 
 
 def long(*cases: Any) -> list[Any]:
     """Cases of a parametrized test of which ``make test`` tries others; ``make long`` runs them."""
     return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.long) for case in cases]
+
+
+def refusals(command: str) -> Any:
+    """Arguments that a command refuses, and what it says of each: its lines of refusals.txt."""
+    rows = [line.split(" -> ") for line in _REFUSALS.splitlines() if line.split()[:1] == [command]]
+    cases = [(shlex.split(typed)[1:], said) for typed, said in rows]
+    return pytest.mark.parametrize(("arguments", "message"), cases, ids=[typed for typed, _ in rows])
 
 
 def few(cases: Iterable[Any], every: int) -> list[Any]:

@@ -27,14 +27,9 @@ from ringspan.train.run_folder.record import TrainResult
 
 FILE = Path(__file__).with_name("surface.json")
 MODEL = {
-    "model_type": "llama",
-    "num_hidden_layers": 2,
-    "hidden_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "intermediate_size": 96,
-    "vocab_size": 101,
-}
+    "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 101,
+}  # fmt: skip
 TINY = ["--length", "64", "--repeats", "1", "--heads", "1", "--kv-heads", "1", "--head-dim", "8"]
 # Commands that print one object, in a folder with a model; tests that run them anyway call `check_object`.
 OBJECTS = {

@@ -1,4 +1,4 @@
-"""``benchmarks.context``: the search against made-up memories, and what attention of one row in N sends."""
+"""``benchmarks.context``: the search, and what a thin ring sends; ``benchmarks.memory``: a step's bytes."""
 
 import math
 from types import SimpleNamespace
@@ -10,8 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
 from benchmarks import context
+from benchmarks.memory import step_bytes
 from benchmarks.thin import thin_attention
 from ringspan.torch.transport.exchange import COUNTERS
+from tests.torch.models import build, tokens
 
 
 @pytest.mark.parametrize(("fixed", "per_token"), [(0, 1e3), (1.9e9, 1e4), (1e6, 3.3e5)])
@@ -54,3 +56,21 @@ def traffic(mesh: DeviceMesh, every: int) -> tuple[int, int]:
 def test_a_ring_of_sampled_rows_sends_as_much_as_of_all_rows(pool):
     whole, thinned = (pool.run(traffic, 2, every) for every in (1, 8))
     assert whole == thinned and whole[0][1] > 0
+
+
+def bytes_of_a_step(mesh: DeviceMesh, chunk: int) -> dict[str, int]:
+    model = rs.parallelize(build("llama", vocab_size=4096), mesh, loss_chunk_tokens=chunk)
+    ids = tokens(1, 512)
+    counted = step_bytes(model, rs.shard_batch({"input_ids": ids, "labels": ids}, mesh))
+    return counted | {"elements": sum(p.numel() for p in model.parameters())}
+
+
+def test_the_categories_of_a_step(pool):
+    for whole, chunked in zip(pool.run(bytes_of_a_step, 2, 1000), pool.run(bytes_of_a_step, 2, 8), strict=True):
+        share = whole["elements"] * 4 / 2
+        for category, times in (("parameters", 1), ("gradients", 1), ("optimizer", 2)):
+            assert whole[category] == chunked[category]
+            assert abs(whole[category] / (times * share) - 1) < 0.02
+        logits = 256 * 4096 * 4
+        assert whole["temporaries"] - chunked["temporaries"] > 0.5 * logits
+        assert whole["communication"] > 0 and whole["activations"] > 0

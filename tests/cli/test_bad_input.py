@@ -8,9 +8,8 @@ import sys
 import pytest
 
 from ringspan.cli.main import main
+from tests.cases import refusals
 from tests.train.runs import training_file
-
-HUGE = str(10**18)
 
 
 @pytest.fixture
@@ -44,39 +43,7 @@ def refusal(monkeypatch, capsys, *arguments):
     return lines[-1]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["optimizer.lerning_rate=1"], "optimizer.lerning_rate: unknown key; did you mean optimizer.learning_rate?"),
-        (["data.sequence_length_tokens=7", "--nproc", "4"], "a zigzag ring of 4 needs at least 8"),
-        (["model.config.num_key_value_heads=3"], "num_key_value_heads=3 does not divide num_attention_heads=4"),
-        (["model.config.num_hidden_layers=many"], "num_hidden_layers"),
-        (["model.config.max_position_embeddings=16"], "max_position_embeddings = 16"),
-        (["attention.route=teleport"], "unknown route 'teleport'"),
-        (["attention.route=double-ring:3", "--nproc", "4"], "inner rings of 3 do not divide 4 ranks"),
-        (["attention.comm_dtype=morse"], "attention.comm_dtype"),
-        (
-            ["attention.route=pass-q", "attention.comm_dtype=int8"],
-            "attention.route: comm_dtype 'int8' is for keys and values",
-        ),
-        (["mesh.tp=4", "--nproc", "4"], "llama: tp=4 does not divide num_key_value_heads=2"),
-        (["attention.kernel=abacus"], "attention.kernel"),
-        (["attention.kernel=cudnn"], "kernel 'cudnn' cannot serve: it needs CUDA tensors, these are on cpu"),
-        (["profile=true"], "takes three steps, and steps = 1"),
-        (["model.config.attention_dropout=0.5"], "attention_dropout=0.5 is not supported"),
-        (["model.config.model_type=nosuch"], "nosuch"),
-        (['model.rope={type="spiral",factor=2.0}'], "model.rope.type = 'spiral': choose one of linear, dynamic"),
-        (['model.rope={type="yarn",factor=0.5}'], "model.rope.factor = 0.5: should be a number of at least 1"),
-        (['model.rope={type="longrope",factor=2}'], "short_factor"),
-        (["memory.checkpoint=auto", "memory.activation_bytes=9"], "the budget is 9; use a larger ring"),
-        (["memory.checkpoint=none", "memory.offload=activations"], "memory.offload"),
-        (["memory.layers_per_checkpoint=0"], "memory.layers_per_checkpoint = 0"),
-        (["memory.checkpoint=none", "memory.layers_per_checkpoint=2"], "memory.layers_per_checkpoint = 2"),
-        (["--nproc", "0"], "0"),
-        (["--nproc", "two"], "--nproc"),
-        (["--frobnicate"], "frobnicate"),
-    ],
-)
+@refusals("train")
 def test_train_refuses(monkeypatch, capsys, workplace, arguments, message):
     assert message in refusal(monkeypatch, capsys, "train", workplace / "config.toml", *arguments)
     assert sorted(path.name for path in workplace.iterdir()) == ["config.toml", "text"]
@@ -90,6 +57,7 @@ def test_train_refuses_a_missing_file(monkeypatch, capsys, tmp_path):
 EARLY = """
 import os, sys
 from ringspan.cli.main import main
+from tests.cases import refusals
 from tests.train.runs import training_file
 
 config, folder = sys.argv[1:]
@@ -172,33 +140,7 @@ def test_a_folder_that_cannot_be_made_is_refused(monkeypatch, capsys, workplace,
     assert sorted(path.name for path in workplace.iterdir()) == ["config.toml", "text"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["attention", "--dtype", "float16"], "float16"),
-        (["attention", "--dtype", "int7"], "int7"),
-        (["attention", "--mask", "casual"], "unknown mask 'casual'"),
-        (["attention", "--layout", "spiral"], "unknown layout 'spiral'"),
-        (["attention", "--route", "teleport"], "unknown route 'teleport'"),
-        (["attention", "--heads", "3", "--kv-heads", "2"], "2 key/value heads do not divide 3"),
-        (["attention", "--ranks", "0"], "--ranks"),
-        (["attention", "--ranks", HUGE], "--ranks"),
-        (["attention", "--ranks", "two"], "--ranks"),
-        (["attention", "--length", "0"], "--length"),
-        (["attention", "--length", HUGE], "--length"),
-        (["attention", "--length", str(1 << 40)], "this machine has"),
-        (["attention", "--head-dim", HUGE], "--head-dim"),
-        (["ring", "--tokens", HUGE], "--tokens"),
-        (["ring", "--tokens", str(1 << 40)], "this machine has"),
-        (["ring", "--virtual-ranks", HUGE], "--virtual-ranks"),
-        (["ring", "--error-ranks", "0"], "--error-ranks '0'"),
-        (["ring", "--error-ranks", "1,x"], "1,x"),
-        (["ring", "--error-ranks", f"1,{HUGE}"], "--error-ranks"),
-        (["step", "--length", str(1 << 40)], "this machine has"),
-        (["step", "--ranks", HUGE], "--ranks"),
-        (["step", "--checkpoint", "sometimes"], "sometimes"),
-    ],
-)
+@refusals("bench")
 def test_bench_refuses(monkeypatch, capsys, arguments, message):
     assert message in refusal(monkeypatch, capsys, "bench", *arguments)
 

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 from rich.console import Console
 
+import ringspan
 from ringspan.cli.console import console, paragraph, working
 from ringspan.cli.main import main
 from ringspan.core.errors import RankLost
@@ -20,7 +21,8 @@ from ringspan.measure.cluster import doctor
 from ringspan.measure.trace import rehearsal
 from ringspan.plan import planner
 from ringspan.torch.runtime import launch
-from tests.cli.test_bad_input import ended
+from ringspan.train.config.load import load_config
+from tests.cli.test_bad_input import ended, printed, refusal
 from tests.surface import MODEL
 
 
@@ -183,3 +185,19 @@ def test_an_interrupt_while_importing_libraries_ends_at_once(handler, ends):
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     expected = (130, "as before\n", "ringspan: interrupted\n") if ends else (0, "ignored\n", "")
     assert (done.returncode, done.stdout, done.stderr) == expected
+
+
+def test_init_writes_a_file_that_loads_and_replaces_none(monkeypatch, capsys, tmp_path):
+    file = tmp_path / "mine.toml"
+    assert f"ringspan train {file}" in printed(monkeypatch, capsys, "init", file)
+    assert load_config(file).data.paths == ("data",)
+    file.write_text("precious")
+    assert "--force" in refusal(monkeypatch, capsys, "init", file)
+    assert file.read_text() == "precious"
+    printed(monkeypatch, capsys, "init", file, "--force")
+    load_config(file)
+    assert "cannot be written" in refusal(monkeypatch, capsys, "init", tmp_path / "no" / "mine.toml")
+
+
+def test_the_version(monkeypatch, capsys):
+    assert printed(monkeypatch, capsys, "--version") == f"ringspan {ringspan.__version__}\n"

@@ -68,13 +68,7 @@ def test_a_command_names_a_missing_extra_before_anything_starts(ringspan, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ["--help"],
-        OBJECTS["plan"],
-        ["init", "new.toml"],
-        *long(OBJECTS["bench attention"]),
-    ],
+    "arguments", [["--help"], OBJECTS["plan"], ["init", "new.toml"], *long(OBJECTS["bench attention"])]
 )
 def test_the_other_commands_work(ringspan, arguments):
     done = ringspan(" ".join(EXTRAS), *arguments)

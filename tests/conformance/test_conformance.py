@@ -13,6 +13,7 @@ from ringspan.conformance import own
 from ringspan.conformance.__main__ import app, judged
 from ringspan.conformance.cases import CASES, Setting
 from ringspan.conformance.ranks import outcome
+from tests.cases import refusals
 from tests.conformance import wrong
 from tests.pool import Pool
 
@@ -114,28 +115,11 @@ def test_the_command_reports_and_exits_with_what_it_found():
     assert {each["case"] for each in report["rows"] if each["outcome"] == "not asked"} == {"loss"}
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (["--attention", "nowhere:f"], "nowhere:f"),
-        (["--attention", "math"], "module:function"),
-        (["--attention", "math:"], "module:function"),
-        (["--attention", ".math:sin"], ".math:sin"),
-        (["--attention", "os:sep"], "os:sep is a str"),
-        (["--attention", "broken:f"], "cannot find broken:f: SyntaxError"),
-        (["--loss", "os:sep"], "os:sep is a str"),
-        (["--loss", ""], "module:function"),
-        (["--layout", "diagonal"], "--layout diagonal"),
-        (["--device", "tpu"], "--device tpu"),
-        (["--device", "cuda"], "--device cuda: there are 0"),
-        *((["--ranks", ranks], f"--ranks {ranks}") for ranks in ("2,", "x", "0", "-1", "1e2", "2,2000", "")),
-        *((["--seconds", each], f"--seconds {float(each)}") for each in ("-1", "0", "nan", "inf", "1e9")),
-    ],
-)
-def test_what_cannot_be_asked_ends_with_a_line(options: list[str], said: str, tmp_path: Path, monkeypatch: Any):
+@refusals("conformance")
+def test_what_cannot_be_asked_ends_with_a_line(arguments: list[str], message: str, tmp_path: Path, monkeypatch: Any):
     (tmp_path / "broken.py").write_text("def f(:\n")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    result = CliRunner().invoke(app, ["--attention", "math:sin", *options])
+    result = CliRunner().invoke(app, ["--attention", "math:sin", *arguments])
     assert result.exit_code == 2
-    assert len(result.stderr.strip().splitlines()) == 1 and said in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1 and message in result.stderr

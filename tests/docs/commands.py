@@ -1,4 +1,4 @@
-"""The commands of the pages, and which of them run here: ``TABLE`` has a short form, or the reason, for each.
+"""The commands of the pages, and which of them run here: ``commands.toml`` has a short form, or the reason, for each.
 
 Short means: the same command with the same options, in a folder with what ``reader`` makes (models of two layers, a few
 texts), and with small values for what says how many processes, how long or how often. Plans run as they are written.
@@ -8,7 +8,8 @@ import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -16,79 +17,21 @@ from tests.docs.pages import DOCS, ROOT, Block, blocks, pages
 
 LANGUAGES: Final = ("text", "", "sh", "bash", "console")
 _PROGRAM: Final = r"(?:\S*torchrun|\S*python3?|\S*pip|ringspan|make|accelerate|sudo|sbatch|srun|kubectl|docker)"
-# Values of options, and whole words, in place of the page's, in every command that runs.
-SHORT: Final = {
-    "--nnodes": "1", "--nproc-per-node": "2", "--nproc": "2", "--ranks": "2", "--tp": "2",
-    "--rdzv-endpoint": "localhost:0", "--max-new-tokens": "3",
-    "run=/shared/run": "run=shared", "steps=20": "steps=2", "checkpoints.every_steps=5": "checkpoints.every_steps=1",
-    "data.sequence_length_tokens=524288": "data.sequence_length_tokens=64", "config.toml": "train.toml",
-}  # fmt: skip
 
 
 class Row(NamedTuple):
-    """Commands that begin with ``start`` (a pattern): why they do not run, or what makes them short."""
+    """What ``commands.toml`` has for some commands."""
 
     start: str
     why_not: str = ""
     short: Mapping[str, str] = {}
     added: str = ""
-    """Arguments that the page leaves to their defaults."""
-    first: tuple[str, ...] = ()
-    """Commands of the page that go before."""
+    first: Sequence[str] = ()
     quick: bool = False
-    """Runs with every test, not in ``make docs-check`` alone."""
 
 
-_EVAL: Final = Row(
-    r"ringspan eval (lines|needle|tracing)", short={"--lengths": "800,900", "--depths": "0,1", "--distractors": "1"},
-    added="--items 1",
-)  # fmt: skip
-_TRAIN: Final = "optimizer.warmup_steps=1 data.eval_fraction=0.3"
-_RETRIEVAL: Final = "python examples/retrieval/train.py short"
-_TINY_RETRIEVAL: Final = "--steps 2 --tokens 256 --length 1000"
-
-# The first row that fits a command is the one that counts.
-TABLE: Final = (
-    Row(r"(\S*/)?pip install", "downloads packages"),
-    Row(r"(\.venv/bin/)?python (-m venv peers|benchmarks/peers.py)", "is about packages that pip downloads before"),
-    Row(r"sudo ", "needs root and tc; tests/measure/cluster/test_overlap.py has a small one"),
-    Row(r"sbatch|kubectl", "needs a cluster"),
-    Row(r"python examples/ray_train.py", "needs Ray; tests/train/test_ray.py"),
-    Row(r"examples/in_context_rl/compare.py --world point", "needs dm_control; tests/examples has a stand-in for it"),
-    Row(r"make ", added="--dry-run", quick=True),
-    Row(r"ringspan plan .*--trace", short={"llama-3.1-8b": "./my-model"}),
-    Row(r"ringspan plan .*Qwen2.5-VL"),
-    Row(r"ringspan plan", quick=True),
-    Row(r"ringspan init", quick=True),
-    Row(r"ringspan doctor"),
-    Row(r"ringspan rehearse", short={"llama-3.1-8b": "./my-model", "--length": "2048"}),
-    Row(r"ringspan profile", short={"llama-3.1-8b": "./my-model", "--length": "128"}),
-    Row(r"ringspan train examples/", added="steps=3 optimizer.warmup_steps=1 model.config.num_hidden_layers=1"),
-    Row(r"ringspan train .*steps=", added=_TRAIN),
-    Row(r"ringspan train", added=f"steps=2 {_TRAIN}"),
-    Row(
-        r"ringspan export", short={"2000": "2"},
-        first=(f"ringspan train train.toml --nproc 2 run=runs/long steps=2 checkpoints.every_steps=1 {_TRAIN}",),
-    ),
-    Row(r"ringspan generate", short={"llama-3.1-8b": "model"}, added="--max-new-tokens 3"),
-    _EVAL,
-    Row(r"ringspan eval harness", short={"--tasks": "local_choice"}, added="--include tasks"),
-    Row(r"ringspan eval perplexity", short={"--length": "512"}, added="--items 1"),
-    Row(r"python -m benchmarks.memory", short={"--length": "128", "--variants": "chunks"}),
-    Row(
-        r"python -m benchmarks.context", short={"--budget": "2e9"},
-        added="--layers 1 --hidden-size 24 --vocabulary 256 --trials 1 --max-length 1024",
-    ),
-    Row(r"python -m ringspan.conformance", added="--ranks 2"),
-    Row(r"train.py"),
-    Row(r"python examples/retrieval/train.py short", added=_TINY_RETRIEVAL),
-    Row(r"examples/retrieval/train.py extend", added=_TINY_RETRIEVAL, first=(_RETRIEVAL,)),
-    Row(r"python examples/retrieval/train.py control", added=_TINY_RETRIEVAL, first=(_RETRIEVAL,)),
-    Row(
-        r"examples/in_context_rl/compare.py --world grid",
-        added="--trajectories bc,1,2 --seeds 1 --tasks 4 --collected 4 --steps 1 --tokens 64 --evaluated 2",
-    ),
-)  # fmt: skip
+_TABLES: Final = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+TABLE: Final = tuple(Row(**row) for row in _TABLES["commands"])
 
 
 class Command(NamedTuple):
@@ -135,7 +78,7 @@ def arguments(command: Command) -> list[str]:
     """What is run for it: the short form, on this Python."""
     row = command.row
     assert row is not None and not row.why_not, command
-    short = {**SHORT, **row.short}
+    short = {**_TABLES["short"], **row.short}
     words = [short.get(word, word) if not word.startswith("-") else word for word in command.words]
     for at, word in enumerate(words[:-1]):
         if word.startswith("--") and word in short:

@@ -1,12 +1,15 @@
 """The Markdown pages as a reader of the repository has them: headings, links and blocks of code."""
 
 import re
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
+# What draws pages here, if there is one.
+BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 class Block(NamedTuple):

@@ -2,7 +2,6 @@
 
 import random
 import re
-import shutil
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -16,10 +15,9 @@ import pytest
 from ringspan.core.geometry.ranges import size
 from ringspan.core.schedule.route import Route
 from ringspan.core.schedule.timing import forward_pass, sent_bytes, timeline, trade
-from tests.docs.pages import DOCS
+from tests.docs.pages import BROWSER, DOCS
 
 pytest.importorskip("docutils")
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 @pytest.fixture(scope="module")

@@ -1,9 +1,12 @@
-"""The reference has every key that the frozen surface has."""
+"""Pictures, tables and the reference of JSON keys are those that the library has today."""
 
 import json
 import re
 
-from tests.docs.pages import DOCS
+import pytest
+
+from benchmarks.pictures import DOCS, PICTURES, drawn
+from benchmarks.tables import PAGES, TABLES, filled
 from tests.surface import FILE
 
 SECTIONS = {
@@ -23,3 +26,14 @@ def test_every_json_key_is_explained_and_no_other():
         explained = {key for cell in first_cells for key in re.findall(r"`(\w+)`", cell)}
         expected = {key for command, section in SECTIONS.items() if section == title for key in frozen[command]}
         assert explained == expected, title
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_a_picture_is_drawn_from_the_schedule(name: str):
+    assert (DOCS / name).read_text(encoding="utf-8") == drawn(name)
+
+
+def test_tables_are_made_of_the_results():
+    texts = {name: (DOCS / name).read_text(encoding="utf-8") for name in PAGES}
+    assert [name for name, text in texts.items() if filled(text) != text] == [], "run python -m benchmarks.tables"
+    assert [name for name in TABLES if not any(f"<!-- table {name} -->" in text for text in texts.values())] == []

@@ -2,7 +2,6 @@
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from tests.docs.pages import DOCS, ROOT
+from tests.docs.pages import BROWSER, DOCS, ROOT
 
 pytestmark = pytest.mark.skipif("RINGSPAN_DOCS" not in os.environ, reason="two minutes; make docs-check")
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 RULES = {"type": "tag", "values": ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]}
 CONTRAST = {"type": "rule", "values": ["color-contrast"]}
 SIZES = {"desktop": (1280, 900), "phone": (390, 844)}

@@ -13,6 +13,7 @@ from tests.every_model import run
 from tests.every_model.refusals import refusal_of
 from tests.every_model.run import GENERATION, IMAGES, PAGE, PLAN, RESULTS, TRIALS, WITH_IMAGES, is_exact
 from tests.every_model.tiny import KINDS, MULTIMODAL, auto_class, tiny_config
+from tests.every_model.weights import RESULTS as WEIGHTS
 
 FACTS = json.loads(RESULTS.read_text(encoding="utf-8"))
 
@@ -77,3 +78,14 @@ def test_a_tiny_config_has_two_layers_of_each_kind():
 def test_a_tiny_config_has_the_sizes_of_its_kind(kind):
     text = tiny_config(kind).get_text_config()
     assert text.vocab_size == 97 and text.hidden_size == 64
+
+
+FOUND = json.loads(WEIGHTS.read_text(encoding="utf-8"))
+
+
+def test_the_weights_of_every_type_go_there_and_back():
+    others = {kind: outcome for kind, outcome in FOUND.items() if "same" not in outcome}
+    # Transformers cannot open what it writes of these: their config is no longer that of a causal language model.
+    assert others.keys() == {"emu3", "mllama"}, others
+    assert all(outcome["refused"].startswith("not by transformers either") for outcome in others.values())
+    assert len(FOUND) > 90 and all(len(outcome.get("same", "..")) >= 2 for outcome in FOUND.values())

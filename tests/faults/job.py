@@ -59,18 +59,9 @@ class Job:
     """A job in a folder of its own, started and struck by a test. The text is the same for all jobs of a parent."""
 
     def __init__(
-        self,
-        parent: Path,
-        name: str,
-        *,
-        nproc: int = 2,
-        steps: int = 60,
-        max_restarts: int = 0,
-        every_steps: int = 5,
-        min_seconds: float = 3.0,
-        silence_seconds: float = 60.0,
-        optimizer: str = "",
-    ) -> None:
+        self, parent: Path, name: str, *, nproc: int = 2, steps: int = 60, max_restarts: int = 0, every_steps: int = 5,
+        min_seconds: float = 3.0, silence_seconds: float = 60.0, optimizer: str = "",
+    ) -> None:  # fmt: skip
         self.run, self.nproc, self.max_restarts = parent / name, nproc, max_restarts
         self.config = parent / f"{name}.toml"
         if not (parent / "text").exists():

@@ -2,7 +2,10 @@
 trainer on one process, or why there is none.
 """
 
+import itertools
+import tomllib
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
@@ -23,15 +26,9 @@ from tests.hf.rollouts import grpo, rloo
 from tests.hf.trainers import plain, sft
 
 CONFIGS: Final = {
-    plain: TrainingArguments,
-    sft: SFTConfig,
-    dpo: DPOConfig,
-    kto: KTOConfig,
-    orpo: ORPOConfig,
-    reward: RewardConfig,
-    grpo: GRPOConfig,
-    rloo: RLOOConfig,
-}
+    plain: TrainingArguments, sft: SFTConfig, dpo: DPOConfig, kto: KTOConfig, orpo: ORPOConfig, reward: RewardConfig,
+    grpo: GRPOConfig, rloo: RLOOConfig,
+}  # fmt: skip
 
 Options = dict[str, Any]
 
@@ -160,56 +157,13 @@ TRIED: Final[dict[Any, list[Options]]] = {
     ],
 }  # fmt: skip
 
-NOT_TRIED: Final = {
-    "raises: test_refusals.py": (
-        "activation_offloading auto_find_batch_size average_tokens_across_devices bf16_full_eval cache_implementation "
-        "cast_lm_head_to_fp32 dataloader_in_order ddp_broadcast_buffers ddp_bucket_cap_mb ddp_static_graph "
-        "enable_jit_checkpoint eval_use_gather_object fp16 fp16_full_eval fsdp label_smoothing_factor "
-        "neftune_noise_alpha parallelism_config precompute_ref_log_probs "
-        "save_on_each_node torch_compile torch_compile_backend torch_compile_mode use_liger_kernel "
-        "use_transformers_continuous_batching use_transformers_paged use_vllm"
-    ),
-    "of what raises": (
-        "fsdp_config liger_kernel_config transformers_continuous_batching_config vllm_enable_sleep_mode "
-        "vllm_gpu_memory_utilization vllm_group_port vllm_importance_sampling_cap vllm_importance_sampling_clip_max "
-        "vllm_importance_sampling_clip_min vllm_importance_sampling_correction vllm_importance_sampling_mode "
-        "vllm_max_model_length vllm_mode vllm_model_impl vllm_server_base_url vllm_server_host vllm_server_port "
-        "vllm_server_timeout vllm_structured_outputs_regex vllm_tensor_parallel_size"
-    ),
-    "test_trainer.py": (
-        "bf16 dataloader_drop_last load_best_model_at_end logging_nan_inf_filter max_grad_norm max_steps "
-        "metric_for_best_model resume_from_checkpoint save_steps save_strategy save_total_limit"
-    ),
-    "what gradient_checkpointing is called later": "activation_checkpointing activation_checkpointing_kwargs",
-    "which checkpoint is the best, and what is read from it: Trainer's own": (
-        "greater_is_better ignore_data_skip restore_callback_states_from_checkpoint"
-    ),
-    "read by scripts alone": "do_eval do_predict do_train",
-    "test_sft.py": "completion_only_loss padding_free router_aux_loss_coef",
-    "test_hub.py": "hub_always_push hub_model_id hub_strategy push_to_hub",
-    "test_preferences.py, test_rollouts.py": "sync_ref_model ref_model_mixup_alpha ref_model_sync_steps",
-    "every run has it": (
-        "dataloader_pin_memory disable_tqdm eval_steps eval_strategy generation_batch_size "
-        "gradient_accumulation_steps learning_rate max_completion_length num_generations output_dir "
-        "per_device_eval_batch_size per_device_train_batch_size report_to use_cpu"
-    ),
-    "about texts, before they are dealt": (
-        "assistant_only_loss chat_template_kwargs chat_template_path max_tool_calling_iterations"
-    ),
-    "how a model is opened, before it is put on the ring": "model_init_kwargs trust_remote_code",
-    "about processes, logs and other services": (
-        "dataloader_multiprocessing_context ddp_backend ddp_find_unused_parameters ddp_timeout local_rank log_level "
-        "log_level_replica log_on_each_node project run_name tf32 trackio_bucket_id trackio_space_id "
-        "trackio_static_space_id log_completions_hub_repo log_multimodal hub_private_repo hub_revision hub_token"
-    ),
-    "needs a package that is not installed": "deepspeed ds3_gather_for_generation generate_during_eval",
-}  # fmt: skip
+NOT_TRIED: Final[dict[str, list[str]]] = tomllib.loads(Path(__file__).with_name("not_tried.toml").read_text())
 
 
 def named(make: Any) -> set[str]:
     """The arguments of a trainer that have a place in the tables."""
     tried = (name for of in (plain, make) for options in TRIED[of] for name in options)
-    return {*tried, *" ".join(NOT_TRIED.values()).split()}
+    return {*tried, *itertools.chain(*NOT_TRIED.values())}
 
 
 def of(make: Any) -> set[str]:

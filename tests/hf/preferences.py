@@ -49,14 +49,9 @@ def judged(count: int, seed: int) -> datasets.Dataset:
 
 
 def trainer_of(
-    kinds: tuple[Any, Any, Any],
-    data: Any,
-    mesh: Any,
-    model: Any,
-    ring: dict[str, Any] | None,
-    folder: str,
+    kinds: tuple[Any, Any, Any], data: Any, mesh: Any, model: Any, ring: dict[str, Any] | None, folder: str,
     options: dict[str, Any],
-) -> Any:
+) -> Any:  # fmt: skip
     """TRL's trainer, or the one on a ring, made. ``options`` may have ``lora``, ``reference``, the seed of one, and
     ``place``, a folder with the model.
     """

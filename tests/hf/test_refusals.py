@@ -53,10 +53,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"enable_jit_checkpoint": True}, "enable_jit_checkpoint=True .* leave it out, and use save_steps"),
     ({"train_sampling_strategy": "batch_rebalance"}, "batch_rebalance.* use 'group_by_length'"),
     ({"dataloader_in_order": False, "dataloader_num_workers": 2}, "dataloader_in_order=False .* leave it True"),
-    (
-        {"parallelism_config": ParallelismConfig(cp_size=2)},
-        "parallelism_config, a second parallelism besides the ring",
-    ),
+    ({"parallelism_config": ParallelismConfig(cp_size=2)}, "parallelism_config, a second parallelism besides the ring"),
     ({"average_tokens_across_devices": False}, "average_tokens_across_devices=False with several replicas is not"),
     ({"accelerator_config": {"even_batches": False}}, "even_batches=False with several replicas is not supported"),
 ]

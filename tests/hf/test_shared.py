@@ -10,30 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from ringspan.core.errors import UnsupportedError
 from ringspan.hf import RingConfig
 from ringspan.hf.batches import takes_whole_batches, whole_logits
-from tests.cases import long
-from tests.hf.preferences import dpo, kto, orpo, reward
-from tests.hf.rollouts import grpo, rloo
-from tests.hf.trainers import SHORT, close, sft, short_run, train
+from tests.hf.preferences import reward
 from tests.torch.models import build, tokens
 
 SHARED = {"shared_prefix": True, "min_shared_tokens": 1}
-GROUP = {"num_generations": 4, "per_device_train_batch_size": 4, "per_device_eval_batch_size": 4}
-
-
-@pytest.mark.parametrize(
-    ("make", "model", "options"),
-    [
-        (grpo, "llama", {"lora": True, "beta": 0.1, "num_iterations": 2}),
-        (dpo, "llama", {}),
-        *long((rloo, "llama", {"beta": 0.0}), (kto, "llama", {}), (orpo, "llama", {}), (sft, "llama", {})),
-        *long((grpo, "mixtral+router", {"beta": 0.0}), (dpo, "mixtral+router", {})),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-def test_steps_of_shared_prefixes_equal_one_process(world, make, model, options):
-    expected = short_run(make, model, 1, *options.items())
-    for found in world(2).run(train, 2, make, model, SHARED, dict([SHORT]) | options):
-        close(found, expected)
 
 
 def both_ways(mesh: DeviceMesh, kind: str, batch: dict[str, Tensor]) -> list[Any]:

@@ -31,6 +31,10 @@ def test_ten_steps_equal_one_process(world, ranks, replicas):
     check(world, ranks, plain, "llama", {}, expected, replicate=replicas)
 
 
+def test_steps_in_folds_are_those_of_one_pass(world):
+    check(world, 2, plain, "llama", {"max_steps": 3}, train(None, plain, "llama", None, {"max_steps": 3}), {"folds": 3})
+
+
 class Penalised:
     """A penalty on all weights, as people write it."""
 

@@ -33,29 +33,15 @@ from tests.torch.recurrence.models import build as build_stateful
 
 VOCABULARY = 97
 COMMON = {
-    "max_steps": 10,
-    "per_device_train_batch_size": 2,
-    "gradient_accumulation_steps": 2,
-    "per_device_eval_batch_size": 2,
-    "learning_rate": 1e-2,
-    "logging_steps": 1,
-    "save_strategy": "no",
-    "report_to": "none",
-    "use_cpu": True,
-    "disable_tqdm": True,
-    "dataloader_pin_memory": False,
-    "max_grad_norm": 0.5,
+    "max_steps": 10, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
+    "per_device_eval_batch_size": 2, "learning_rate": 1e-2, "logging_steps": 1, "save_strategy": "no",
+    "report_to": "none", "use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False, "max_grad_norm": 0.5,
     "adam_epsilon": 1e-3,  # at 1e-8 Adam makes whole steps of gradients that are rounding
-}
+}  # fmt: skip
 # Arguments of a trainer itself.
 OWN = (
-    "callbacks",
-    "compute_loss_func",
-    "compute_metrics",
-    "data_collator",
-    "eval_dataset",
+    *("callbacks", "compute_loss_func", "compute_metrics", "data_collator", "eval_dataset", "train_dataset"),
     "preprocess_logits_for_metrics",
-    "train_dataset",
 )
 
 # What trainers log: numbers that are compared one by one, and those near 0, compared with the largest of them.
@@ -181,13 +167,9 @@ def history(trainer: Any) -> dict[str, Any]:
 
 
 def train(
-    mesh: Any,
-    make: Callable[..., Any],
-    model: str,
-    ring: dict[str, Any] | None,
-    options: dict[str, Any],
+    mesh: Any, make: Callable[..., Any], model: str, ring: dict[str, Any] | None, options: dict[str, Any],
     seen: Callable[[Any], Any] = history,
-) -> Any:
+) -> Any:  # fmt: skip
     """What is ``seen`` of a trainer after ten steps and an evaluation; on one process where ``ring`` is None."""
     with tempfile.TemporaryDirectory() as folder:
         trainer = make(mesh, model, ring, folder, options)
@@ -233,16 +215,11 @@ def close(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 
 def check(
-    world: Callable[[int], Any],
-    ranks: int,
-    make: Callable[..., Any],
-    model: str,
-    options: dict[str, Any],
-    expected: dict[str, Any],
-    **sizes: int,
-) -> None:
+    world: Callable[[int], Any], ranks: int, make: Callable[..., Any], model: str, options: dict[str, Any],
+    expected: dict[str, Any], ring: dict[str, Any] | None = None, **sizes: int,
+) -> None:  # fmt: skip
     """Hold a trainer on so many ranks to one process."""
-    for found in world(ranks).run(train, ranks, make, model, {}, options, **sizes):
+    for found in world(ranks).run(train, ranks, make, model, ring or {}, options, **sizes):
         close(found, expected)
 
 

@@ -1,6 +1,8 @@
 """Lightning's Trainer on a ring: losses, weights and checkpoints of one process."""
 
+import inspect
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,7 @@ from lightning.pytorch.plugins.environments import ClusterEnvironment
 from torch.utils.data import DataLoader
 
 import ringspan as rs
-from ringspan.lightning import RingStrategy
+from ringspan.lightning import RingStrategy, seams
 from tests.cases import long
 from tests.torch.models import build, relative, tokens
 
@@ -137,14 +139,9 @@ def fit(
 
 
 def ring_fit(
-    mesh: Any,
-    sizes: dict[str, Any],
-    batch_size: int,
-    save: str | None = None,
-    resume: str | None = None,
-    callbacks: list[Callback] | None = None,
-    **changes: Any,
-) -> Any:
+    mesh: Any, sizes: dict[str, Any], batch_size: int, save: str | None = None, resume: str | None = None,
+    callbacks: list[Callback] | None = None, **changes: Any,
+) -> Any:  # fmt: skip
     callbacks = [SaveAt(0, save)] if save else callbacks or []
     options = {"devices": 4, "strategy": RingStrategy(**sizes), "plugins": [Ranks()], "callbacks": callbacks}
     return fit(options, batch_size, resume, **changes)
@@ -309,3 +306,11 @@ def test_predictions_are_counted_up_to_their_limit(pool):
 def test_there_is_no_mesh_before_the_trainer_starts():
     with pytest.raises(rs.ConfigError, match="there is none before the trainer starts"):
         _ = RingStrategy(ring=2).device_mesh
+
+
+@pytest.mark.parametrize("place", seams.SOURCE)
+def test_the_installed_release_has_every_seam(place):
+    module, _, name = place.partition(":")
+    source = inspect.getsource(getattr(import_module(module), name))
+    for text in seams.SOURCE[place]:
+        assert text in source, f"{place}: {text}"

@@ -1,4 +1,4 @@
-"""Any model on any devices at any length: a plan makes sense, and its text is readable."""
+"""Any model on any devices at any length: a plan makes sense, its text is readable, and 700 are as committed."""
 
 import json
 import re
@@ -16,7 +16,8 @@ from ringspan.plan.model.configs import MODELS
 from ringspan.plan.planner import make_plan
 from ringspan.plan.search import MOST, Question
 from tests.cases import few
-from tests.fuzz import examples
+from tests.fuzz import FACTOR, examples
+from tests.plan.plans import COUNT, FILE, answer, answers, questions
 
 LENGTHS = (1, 4096, 131_072, 1_000_003, 1 << 26)
 DEVICE_COUNTS = (1, 2, 3, 8, 12, 64, 512)
@@ -92,3 +93,24 @@ def test_any_question(shape, device, devices, length, batch, dtype):
         assert length < 2 * devices or batch % devices, "there is always a ring of all devices"
         return
     check(plan)
+
+
+ROWS = json.loads(FILE.read_text())
+
+
+def test_the_questions_are_those_of_the_file():
+    assert [asked for asked, _ in ROWS] == list(questions())
+    assert len(ROWS) == COUNT and sum(len(answered) > 1 for _, answered in ROWS) > COUNT // 2
+
+
+@pytest.mark.parametrize("number", range(0, COUNT, 70))
+def test_a_plan_is_as_committed(number):
+    asked, expected = ROWS[number]
+    assert answer(asked) == expected, asked
+
+
+@pytest.mark.hypothesis
+@pytest.mark.skipif(FACTOR <= 1, reason="`make fuzz` makes all of them")
+def test_every_plan_is_as_committed():
+    found = answers([asked for asked, _ in ROWS])
+    assert [row for row, now in zip(ROWS, found, strict=True) if row[1] != now] == []

@@ -1,14 +1,13 @@
 """The page of ``ringspan eval`` in a browser: axes, legend, and what it says where it is pointed at."""
 
-import shutil
 from xml.etree import ElementTree
 
 import pytest
 
 from ringspan.report.evaluation import save_picture, write_page
+from tests.docs.pages import BROWSER
 
 pytest.importorskip("matplotlib")
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
 def row(length: int, accuracy: float, depth: float | None = None) -> dict[str, float]:

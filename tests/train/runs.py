@@ -40,6 +40,34 @@ def train_on(mesh: Any, config: TrainConfig) -> Any:
     return train(config)
 
 
+def plain_steps(config: TrainConfig, model: Any, data: Any) -> list[float]:
+    """The losses of the run's steps by torch's AdamW and cross-entropy alone, on one process, of four examples each."""
+    import torch
+
+    from ringspan.train.data.order import BatchOrder
+    from ringspan.train.job import learning_rate
+
+    order, given = BatchOrder(len(data), config.seed, 4, 1, 1), config.optimizer
+    trained = [p for p in model.parameters() if p.requires_grad]
+    decayed, others = [p for p in trained if p.ndim > 1], [p for p in trained if p.ndim <= 1]
+    groups = [{"params": decayed, "weight_decay": given.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW([group for group in groups if group["params"]], betas=(0.9, 0.95), eps=1e-8)
+    found: list[float] = []
+    for step in range(1, config.steps + 1):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config.steps, given)
+        batch = data.batch(order.step_indices(step - 1).ravel().tolist())
+        targets = batch.pop("shift_labels").flatten().long()
+        logits = model(**{name: value for name, value in batch.items() if name != "position_ids"}).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, given.clip_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    return found
+
+
 def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 

@@ -59,10 +59,8 @@ def settings(base: Path, name: str, adapter: dict[str, Any], **changes: Any) -> 
 
 
 def one_process(config: TrainConfig) -> tuple[list[float], Any]:
-    """The same steps without a ring: PEFT's model, torch's AdamW and the same examples."""
-    from ringspan.train.data.order import BatchOrder
+    """The same steps without a ring, on PEFT's model."""
     from ringspan.train.data.sequences import build_data
-    from ringspan.train.job import learning_rate
     from ringspan.train.model import load_tokenizer
 
     model_config = load_model_config(config)
@@ -70,26 +68,7 @@ def one_process(config: TrainConfig) -> tuple[list[float], Any]:
     read_whole(plain)
     model = add_adapter(plain, config.adapter, config.model.path).train()
     data = build_data(config, load_tokenizer(config.model, model_config))
-    order = BatchOrder(len(data.train), config.seed, 4, 1, 1)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
-        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW([g for g in groups if g["params"]], betas=(0.9, 0.95), eps=1e-8)
-    found = []
-    for step in range(1, config.steps + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, config.steps, config.optimizer)
-        batch = data.train.batch(order.step_indices(step - 1).ravel().tolist())
-        logits = model(input_ids=batch["input_ids"]).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten().long())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(float(loss.detach()))
-    return found, model
+    return runs.plain_steps(config, model, data.train), model
 
 
 KINDS = [
@@ -99,11 +78,7 @@ KINDS = [
         {"rank": 3, "alpha": 5.0, "use_dora": True, "target_modules": ["q_proj", "down_proj"]},
         {"mesh": {"replicate": 2}},
     ),
-    (
-        "rslora over 2 x tp 2",
-        {"rank": 4, "use_rslora": True},
-        {"mesh": {"tp": 2}, "optimizer": {"batch_size": 4}},
-    ),
+    ("rslora over 2 x tp 2", {"rank": 4, "use_rslora": True}, {"mesh": {"tp": 2}, "optimizer": {"batch_size": 4}}),
 ]
 
 

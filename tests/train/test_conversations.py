@@ -8,20 +8,17 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from torch.nn.functional import cross_entropy
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from ringspan.core.errors import ConfigError
 from ringspan.train.config.load import parse_config
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data.messages import read_conversations
-from ringspan.train.data.order import BatchOrder
 from ringspan.train.data.seen import SeenSequences
 from ringspan.train.data.sequences import build_seen
-from ringspan.train.job import learning_rate
 from ringspan.train.model import build_model, load_model_config, load_processor
 from tests.train.conversations import CONFIG, TEMPLATE, WORDS, write_conversations, write_processor
-from tests.train.runs import losses, train_on
+from tests.train.runs import losses, plain_steps, train_on
 
 
 def settings(folder: Path, name: str, **changes: Any) -> TrainConfig:
@@ -47,32 +44,10 @@ def talk(tmp_path_factory):
 
 
 def one_process(config: TrainConfig) -> list[float]:
-    """The same steps by transformers alone: the model, the processor, torch's AdamW and the same examples."""
+    """The same steps by transformers' model and processor alone."""
     model_config = load_model_config(config)
-    model, processor = (
-        build_model(config.model, model_config, sees=True).train(),
-        load_processor(config.model, model_config),
-    )
-    data = build_seen(config, processor).train
-    order = BatchOrder(len(data), config.seed, 4, 1, 1)
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": config.optimizer.weight_decay},
-        {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
-    found: list[float] = []
-    for step in range(1, config.steps + 1):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, config.steps, config.optimizer)
-        batch = data.batch(order.step_indices(step - 1).ravel().tolist())
-        labels = batch.pop("shift_labels")
-        loss = cross_entropy(model(**batch).logits.flatten(0, 1).float(), labels.flatten())
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append(float(loss.detach()))
-    return found
+    model = build_model(config.model, model_config, sees=True).train()
+    return plain_steps(config, model, build_seen(config, load_processor(config.model, model_config)).train)
 
 
 def test_steps_equal_one_process_and_the_folder_opens(pool, talk):

@@ -96,10 +96,7 @@ def as_toml(values: dict, prefix: str = "") -> str:
         *long(
             (
                 "ring of 4",
-                {
-                    "memory": {"checkpoint": "auto", "activation_bytes": 1 << 30},
-                    "optimizer": {"accumulation_steps": 4},
-                },
+                {"memory": {"checkpoint": "auto", "activation_bytes": 1 << 30}, "optimizer": {"accumulation_steps": 4}},
             )
         ),
         (
@@ -198,12 +195,8 @@ def test_a_profiled_run_is_drawn_and_loses_nothing(pool, text, alone):
     pool.run(train_on, 4, settings(text, "profiled", profile=True, optimizer=accumulated))
     assert losses(text / "profiled") == pytest.approx(losses(alone), rel=2e-6)
     folder = text / "profiled" / "profile"
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "memory.png",
-        "profile.json",
-        "report.html",
-        "timeline.png",
-    ]
+    files = ["memory.png", "profile.json", "report.html", "timeline.png"]
+    assert sorted(path.name for path in folder.iterdir()) == files
     profiles = json.loads((folder / "profile.json").read_text())
     phases = [name for name, _ in profiles[1]["phases"]]
     assert [each["rank"] for each in profiles] == [0, 1, 2, 3]
@@ -225,16 +218,8 @@ def test_the_result_is_an_ordinary_hugging_face_folder(alone):
 
 def test_metrics_say_what_the_readme_says(alone):
     first = metrics(alone)[0]
-    assert set(first) == {
-        "step",
-        "loss",
-        "grad_norm",
-        "lr",
-        "tokens_per_second",
-        "matmul_utilization",
-        "peak_bytes",
-        "seconds",
-    }
+    names = "step loss grad_norm lr tokens_per_second matmul_utilization peak_bytes seconds"
+    assert set(first) == set(names.split())
     assert first["loss"] == pytest.approx(math.log(300), rel=0.05)
     assert first["peak_bytes"] > 1 << 20
     assert list((alone / "tensorboard").iterdir())
@@ -269,10 +254,7 @@ SEPARATE = {"sequence_length_tokens": 45, "documents": "separate"}
     [*long(("balanced", {}, {"layout": "balanced"})), ("flops", {"balance": "flops"}, {"layout": "balanced"})],
 )
 def test_balanced_work_trains_the_same_model(pool, text, name, data, attention):
-    common = {
-        "mesh": {"ring": 2, "replicate": 2},
-        "optimizer": {"batch_size": 2, "accumulation_steps": 2},
-    }
+    common = {"mesh": {"ring": 2, "replicate": 2}, "optimizer": {"batch_size": 2, "accumulation_steps": 2}}
     (text / name).mkdir()
     for number, lines in enumerate((1, 60, 2, 3, 1, 90, 4, 5, 2, 30)):
         (text / name / f"{number}.txt").write_text("".join(f"{line} of {number}\n" for line in range(lines)))

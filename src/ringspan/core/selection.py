@@ -1,4 +1,4 @@
-"""Keys that an index chooses for each query (DeepSeek-V3.2): ranges, a float64 oracle, and costs.
+"""Keys that an index chooses for each query (DeepSeek-V3.2): ranges, and a float64 oracle.
 
 A selection is int32 positions (B, T, k), unordered, -1 if a query sees fewer than k of S keys. H and D are the index's.
 """
@@ -61,17 +61,3 @@ def allowed_by(chosen: NDArray[np.int32], num_keys: int) -> NDArray[np.bool_]:
     one_more = np.zeros((*chosen.shape[:-1], num_keys + 1), np.bool_)
     np.put_along_axis(one_more, np.where(chosen < 0, num_keys, chosen).astype(np.int64), True, axis=-1)
     return one_more[..., :num_keys]
-
-
-class IndexCost(NamedTuple):
-    """Forward work of some queries in a layer with an index."""
-
-    scored_pairs: int
-    """Pairs that the index scores, ``2 H D`` FLOPs each: none of a query that sees at most ``topk`` keys."""
-    chosen_pairs: int
-    """Pairs that attention computes, 2 FLOPs for each number of a key and of a value of each of its heads."""
-
-
-def index_cost(seen: Seen, topk: int) -> IndexCost:
-    counts = seen.counts
-    return IndexCost(int(counts[counts > topk].sum()), int(np.minimum(counts, topk).sum()))

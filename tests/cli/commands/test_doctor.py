@@ -2,23 +2,15 @@
 
 import json
 
-import pytest
-
 from ringspan.measure.cluster import doctor
+from tests.cases import refusals
 from tests.cli.test_bad_input import printed, refusal
 from tests.surface import check_object
 
 
 def check(result, ranks):
-    assert {
-        "devices",
-        "backends",
-        "kernels",
-        "flops",
-        "bandwidth_bytes_per_second",
-        "min_block_tokens",
-        "problems",
-    } <= (result.keys())
+    keys = "devices backends kernels flops bandwidth_bytes_per_second min_block_tokens problems"
+    assert set(keys.split()) <= result.keys()
     assert result["min_block_tokens"] == round(result["flops"] / result["bandwidth_bytes_per_second"])
     assert all({"available", "serves", "why_not"} == kernel.keys() for kernel in result["kernels"].values())
     assert len(result["cluster"]["ranks"]) == ranks and result["cluster"]["ring_error"] < 1e-6
@@ -67,23 +59,15 @@ def test_people_are_told_once_that_there_is_no_cuda(monkeypatch, capsys):
     assert "not here: flash3: it is not installed" in text
 
 
-@pytest.mark.parametrize(
-    ("ranks", "message"),
-    [("0", "'--ranks': Input should be greater"), ("-1", "--ranks"), ("two", "--ranks"), (str(10**18), "--ranks")],
-)
-def test_bad_input_is_refused(monkeypatch, capsys, ranks, message):
-    assert message in refusal(monkeypatch, capsys, "doctor", "--ranks", ranks)
+@refusals("doctor")
+def test_bad_input_is_refused(monkeypatch, capsys, arguments, message):
+    assert message in refusal(monkeypatch, capsys, "doctor", *arguments)
 
 
 def test_a_clock_that_is_hardly_apart_is_not_minus_zero_apart(monkeypatch, capsys):
     rank = {"host": "a", "device": "cpu", "listens": []}
-    cluster = {
-        "ranks": [rank, rank],
-        "links": [],
-        "clock_offset_seconds": [0.0, -3e-4],
-        "clock_uncertainty_seconds": 0.0,
-        "ring_error": 1e-7,
-    }
+    cluster = {"ranks": [rank, rank], "links": [], "ring_error": 1e-7}
+    cluster |= {"clock_offset_seconds": [0.0, -3e-4], "clock_uncertainty_seconds": 0.0}
     monkeypatch.setattr(doctor, "examine", lambda ranks, doing: RESULT | {"cluster": cluster})
     text = printed(monkeypatch, capsys, "doctor", code=1)
     assert text.count("+0 ") == 2 and "-0 " not in text

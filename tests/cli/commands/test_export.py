@@ -7,6 +7,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+from tests.cases import refusals
 from tests.cli.test_bad_input import printed, refusal
 from tests.every_model.tiny import tiny_model
 from tests.torch.model.test_peft import stir
@@ -31,21 +32,10 @@ def test_it_says_what_it_wrote(run, tmp_path, monkeypatch, capsys):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "last").num_parameters() > 0
 
 
-@pytest.mark.parametrize(
-    ("step", "folder", "options", "message"),
-    [
-        ("newest", "new", [], "STEP = 'newest': give the number of a step, or latest"),
-        ("-1", "new", [], "No such option"),
-        ("7", "new", [], "has no checkpoint of step 7; there are 1, 2"),
-        ("latest", ".", [], "is there already; give another folder, or remove it"),
-        ("latest", "new", ["--max-shard-size", "lots"], "max_shard_size='lots'"),
-        ("latest", "new", ["--max-shard-size", "-1GB"], "max_shard_size='-1GB'"),
-        ("latest", "new", ["--max-shard-size", "0"], "max_shard_size='0'"),
-    ],
-)
-def test_bad_input_is_one_line(run, tmp_path, monkeypatch, capsys, step, folder, options, message):
-    said = refusal(monkeypatch, capsys, "export", run, step, tmp_path / folder, *options)
-    assert message in said
+@refusals("export")
+def test_bad_input_is_one_line(run, tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    assert message in refusal(monkeypatch, capsys, "export", run, *arguments)
     assert not list(tmp_path.iterdir())
 
 

@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +15,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from ringspan.cli.commands.generate import prompt_text
-from tests.cases import long
+from tests.cases import long, refusals
 from tests.cli.test_bad_input import refusal
 from tests.surface import check_object
+from tests.train.runs import training_file
 
 BOOK = "Call me Ishmael. Some years ago, never mind how long precisely, I went to sea. "
-CONFIG: dict[str, Any] = {
-    "vocab_size": 300,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-}
+SIZES: dict[str, Any] = tomllib.loads(training_file(Path()))["model"]["config"]
+SIZES |= {"max_position_embeddings": 256, "tie_word_embeddings": False}
 
 
 def byte_tokenizer() -> PreTrainedTokenizerFast:
@@ -44,7 +39,7 @@ def save_tokenizer(folder: Path) -> None:
 
 def save_model(folder: Path, seed: int = 0, **changes: Any) -> None:
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **{**CONFIG, **changes}))
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**SIZES | changes))
     for parameter in model.parameters():  # larger than usual, so that the text is not one token
         if parameter.ndim > 1:
             torch.nn.init.normal_(parameter, std=0.15)
@@ -163,44 +158,10 @@ def test_the_byte_order_mark_of_a_file_is_no_part_of_the_prompt(tmp_path, monkey
     assert prompt_text("-", None) == BOOK
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "either --prompt or --prompt-file"),
-        (["--prompt", "a", "--prompt-file", "b"], "either --prompt or --prompt-file"),
-        (["--chat", "--json"], "--chat has many"),
-        (["--chat", "--prompt-file", "-"], "--chat reads its lines from standard input"),
-        (["--prompt", ""], "--prompt: the prompt is empty"),
-        (["--prompt-file", "nowhere.txt"], "--prompt-file nowhere.txt: cannot be read: No such file"),
-        (["--prompt-file", "/"], "--prompt-file /: cannot be read"),
-        (["--prompt-file", "{binary}"], "is not UTF-8 text (byte 1)"),
-        (["--prompt", BOOK * 4], "more than the 256 positions of the model; shorten the prompt"),
-        (["--prompt", BOOK], "79 tokens of prompt and 200 new ones are more than the 256 positions"),
-        (["--prompt", "a", "--temperature", "0"], "--temperature 0.0: should be above 0"),
-        (["--prompt", "a", "--temperature", "nan"], "--temperature nan: should be above 0"),
-        (["--prompt", "a", "--top-p", "2"], "--top-p 2.0: should be above 0 and at most 1"),
-        (["--prompt", "a", "--top-k", "0"], "--top-k 0: should be at least 1"),
-        (["--prompt", "a", "--top-q", "2"], "--top-q"),
-        (
-            ["--prompt", "a", "--load-cache", "nowhere"],
-            "--load-cache nowhere: should be a folder that --save-cache wrote",
-        ),
-        (["--prompt", "a", "--save-cache", "."], "--save-cache .: should be a new folder; this one exists"),
-        (["--prompt", "a", "--save-cache", "no/where"], "--save-cache no/where: should be in a folder that exists"),
-        (["--prompt", "a", "--max-new-tokens", "0"], "--max-new-tokens 0: should be at least 1"),
-        (["--prompt", "a", "--prefill-tokens", "0"], "--prefill-tokens 0: should be at least 1"),
-        (["--prompt", "a", "--seed", "-1"], "--seed -1: should be from 0"),
-        (["--prompt", "a", "--weights", "half"], "--weights half: should be one of auto, whole, sharded"),
-        (["--prompt", "a", "--cache-dtype", "int3"], "--cache-dtype"),
-        (["--prompt", "a", "--dtype", "float8"], "--dtype float8: should be one of auto, float32, bfloat16"),
-        (["--prompt", "a", "--nproc", "0"], "--nproc 0: at least one process"),
-        (["--prompt", "a", "--nproc", "3", "--tp", "2"], "--tp 2: does not divide the 3 processes"),
-        (["--prompt", "a", "--nproc", "4", "--tp", "4", "--max-new-tokens", "9"], "tp=4 does not divide"),
-    ],
-)
+@refusals("generate")
 def test_bad_input_is_refused(monkeypatch, capsys, folder, tmp_path, arguments, message):
     (tmp_path / "binary").write_bytes(b"a\xff")
-    given = [argument.format(binary=tmp_path / "binary") for argument in arguments]
+    given = [argument.format(binary=tmp_path / "binary", book=BOOK) for argument in arguments]
     assert message in refusal(monkeypatch, capsys, "generate", folder, *given)
 
 
@@ -222,7 +183,7 @@ def test_a_folder_that_is_no_model_is_refused(monkeypatch, capsys, tmp_path, wha
     if what not in ("no folder", "no config"):
         size = {"a larger tokenizer": 100, "an added token": 256}.get(what, 300)
         dtype = "float16" if what == "half precision" else "float32"
-        AutoConfig.for_model("llama", **{**CONFIG, "vocab_size": size}, dtype=dtype).save_pretrained(tmp_path)
+        AutoConfig.for_model(**SIZES | {"vocab_size": size}, dtype=dtype).save_pretrained(tmp_path)
     if what != "no tokenizer":
         save_tokenizer(tmp_path)
     match what:

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from ringspan.cli.commands.plan import EPILOG
-from tests.cli.test_bad_input import HUGE, printed, refusal
-from tests.surface import check_object
+from tests.cases import refusals
+from tests.cli.test_bad_input import printed, refusal
+from tests.surface import MODEL, check_object
 
 
 def test_it_prints_one_object_and_imports_no_framework():
@@ -123,9 +124,7 @@ def test_nodes_change_the_links(monkeypatch, capsys):
 
 
 def test_a_trace_takes_the_place_of_the_formula(monkeypatch, capsys, tmp_path):
-    config = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
-    config |= {"num_key_value_heads": 2, "intermediate_size": 96, "vocab_size": 101}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
     options = ("--model", str(tmp_path), "--devices", "4", "--length", "4096", "--json")
     formula = json.loads(printed(monkeypatch, capsys, "plan", *options))
     picture = tmp_path / "trace.svg"
@@ -139,54 +138,7 @@ def test_a_trace_takes_the_place_of_the_formula(monkeypatch, capsys, tmp_path):
     assert "<svg" in picture.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "lama-7b"], "did you mean llama-7b"),
-        (["--device", "h1000"], "did you mean h100-80gb"),
-        (["--nodes", "3"], "--nodes 3 do not share 8 devices"),
-        (["--dtype", "int8"], "unknown dtype 'int8'"),
-        (["--parameter-dtype", "int8"], "unknown dtype 'int8'"),
-        (["--device", "h100-pcie"], "did you mean h100-80gb"),
-        (["--device", "h100,memory_bytes=1e308"], "memory_bytes"),
-        (["--model", ""], "--model ''"),
-        (["--devices", "-8"], "--devices"),
-        (["--devices", "eight"], "--devices"),
-        (["--devices", HUGE], "--devices 1000000000000000000: at most 1,048,576"),
-        (["--length", HUGE], "--length 1000000000000000000: at most"),
-        (["--batch", HUGE], "--batch 1000000000000000000: at most"),
-        (["--length", "long"], "--length"),
-        (["--length", "1.5"], "--length"),
-        (["--dtype", "float16"], "--dtype float16 overflows"),
-        (["--parameter-dtype", "float16"], "--parameter-dtype float16 overflows"),
-        (["--rank", "3"], "add --trace"),
-        (["--length", "0"], "--length"),
-        (["--model", "gpt2", "--devices", "8", "--length", "9"], "cannot be shared"),
-        (["--route", "rnig"], "unknown route 'rnig'"),
-        (["--why-not", "tp"], "--why-not tp: unknown route 'tp'; choose one of ring"),
-        (["--route", "ulysses:3"], "groups of 3 do not divide 8 ranks"),
-        (["--model", "gpt2", "--route", "ulysses:8"], "12 query and 12 key/value heads do not split evenly"),
-        (["--trace", "--rank", "8"], "--rank 8"),
-        (["--picture", "a.png"], "add --trace"),
-        (["--trace", "--picture", "a.gif"], "end the name in .png, .svg or .pdf"),
-        (["--trace", "--picture", "nowhere/a.png"], "there is no folder nowhere"),
-        (["--prompt", "9"], "--prompt 9 is for generation; add --generate"),
-        (["--new-tokens", "9"], "--new-tokens 9 is for generation; add --generate"),
-        (["--generate", "--length", "9"], "--length is for a training step"),
-        (["--generate", "--parameter-dtype", "float32"], "--parameter-dtype is for a training step"),
-        (["--generate", "--trace"], "--trace is for a training step"),
-        (["--generate", "--prompt", HUGE], "--prompt 1000000000000000000: at least 1, and at most"),
-        (["--generate", "--new-tokens", "0"], "--new-tokens"),
-        (["--generate", "--batch", HUGE], "--batch 1000000000000000000: at least 1, and at most"),
-        (["--generate", "--devices", HUGE], "--devices 1000000000000000000: at least 1, and at most"),
-        (["--generate", "--dtype", "int8"], "unknown dtype 'int8'"),
-        (["--generate", "--nodes", "3"], "--nodes 3 do not share 8 devices"),
-        (
-            ["--generate", "--device", "flops=2e12,memory_bytes=16e9,intra_node_bandwidth=1e10"],
-            "add memory_bandwidth",
-        ),
-    ],
-)
+@refusals("plan")
 def test_bad_input_is_refused_in_a_line(monkeypatch, capsys, arguments, message):
     assert message in refusal(monkeypatch, capsys, "plan", *arguments)
 

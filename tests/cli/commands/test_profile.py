@@ -4,14 +4,14 @@ import json
 
 import pytest
 
+from tests.cases import refusals
 from tests.cli.test_bad_input import printed, refusal
+from tests.surface import MODEL
 
 
 @pytest.fixture
 def model(tmp_path):
-    config = {"model_type": "llama", "num_hidden_layers": 1, "hidden_size": 32, "num_attention_heads": 4}
-    config |= {"num_key_value_heads": 2, "intermediate_size": 48, "vocab_size": 101}
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps(MODEL))
     return str(tmp_path)
 
 
@@ -28,24 +28,7 @@ def test_it_writes_pictures_and_prints_one_object(monkeypatch, capsys, model, tm
     ]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--layout", "spiral"], "unknown layout 'spiral'"),
-        (["--checkpoint", "some"], "unknown checkpoint policy 'some'"),
-        (["--checkpoint", "none", "--layers-per-checkpoint", "2"], "layers share the input that checkpointing keeps"),
-        (["--route", "teleport"], "unknown route 'teleport'"),
-        (["--dtype", "int8"], "unknown dtype 'int8'"),
-        (["--dtype", "float16"], "--dtype float16 overflows"),
-        (["--ranks", "0"], "--ranks"),
-        (["--ranks", str(10**18)], "--ranks"),
-        (["--batch", str(10**18)], "--batch"),
-        (["--length", "long"], "--length"),
-        (["--length", str(10**18)], "each of 2 ranks needs"),
-        (["--ranks", "2", "--length", "3"], "--length 3: a zigzag ring of 2 needs at least 4"),
-        (["--model", "lama-7b"], "did you mean llama-7b"),
-    ],
-)
+@refusals("profile")
 def test_bad_input_is_refused_and_nothing_is_written(monkeypatch, capsys, model, tmp_path, arguments, message):
     out = tmp_path / "out"
     assert message in refusal(monkeypatch, capsys, "profile", "--model", model, "--out", str(out), *arguments)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.cases import refusals
 from tests.cli.test_bad_input import printed, refusal
 from tests.surface import MODEL, check_object
 
@@ -35,22 +36,7 @@ def test_it_prints_tables_for_people(monkeypatch, capsys, model):
         assert expected in text
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--rank", "8", "--length", "256"], "there are 4 ranks, 0 to 3"),
-        (["--devices", "-4"], "--devices"),
-        (["--devices", str(10**18)], "--devices"),
-        (["--length", str(10**18)], "--length"),
-        (["--length", "long"], "--length"),
-        (["--dtype", "float16"], "--dtype float16 overflows"),
-        (["--bandwidth", "fast"], "--bandwidth"),
-        (["--bandwidth", "0"], "should be a positive number"),
-        (["--bandwidth", "nan"], "should be a positive number"),
-        (["--model", "gpt-175b"], "rehearse with more --devices"),
-        (["--model", "lama-7b"], "did you mean llama-7b"),
-    ],
-)
+@refusals("rehearse")
 def test_bad_input_is_refused(monkeypatch, capsys, model, arguments, message):
     given = ["--model", model, "--devices", "4", *arguments]
     assert message in refusal(monkeypatch, capsys, "rehearse", *given)

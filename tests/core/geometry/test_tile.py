@@ -1,10 +1,14 @@
-"""Splitting tiles into what flash kernels run: the same pairs, each once, for every band on every rectangle."""
+"""Tiles, where stripes meet regions, and stretches of a mask: the pairs of dense masks, each once."""
 
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ringspan.core.geometry.tile import cut
+import ringspan as rs
+from ringspan.core.geometry.meetings import stripe_cells, stripe_hulls
+from ringspan.core.geometry.pairs import stretches
+from ringspan.core.geometry.tile import cut, meet
+from tests.core.strategies import lengths, masks
 from tests.fuzz import examples
 
 
@@ -50,3 +54,44 @@ def test_mirroring_twice_changes_nothing(band):
     if tile is not None:
         assert tile.mirrored(rows, keys).mirrored(rows, keys) == tile
         assert np.array_equal(painted(tile.mirrored(rows, keys), rows, keys), painted(tile, rows, keys)[::-1, ::-1])
+
+
+@given(masks, lengths)
+@examples(300)
+def test_stretches_are_cut_where_no_pair_crosses(mask, length):
+    dense = mask.dense(np.arange(length), np.arange(length))
+    cut = stretches(mask, length)
+    assert [*cut.starts, length] == [0, *cut.stops]
+    for stretch, (start, stop) in enumerate(zip(cut.starts, cut.stops, strict=True)):
+        inside = dense[start:stop, start:stop]
+        assert inside.sum() == dense[start:stop].sum() == dense[:, start:stop].sum() == cut.pairs[stretch]
+        counted = [dense[start:position].sum() for position in range(start, stop + 1)]
+        assert cut.before(stretch, np.arange(start, stop + 1)).tolist() == counted
+
+
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=9), st.integers(0, 3))
+@examples(50)
+def test_documents_are_stretches_and_so_is_what_is_behind_them(lengths, behind):
+    cut = stretches(rs.documents(lengths), sum(lengths) + behind)
+    assert (cut.stops - cut.starts).tolist() == [*lengths, *([behind] if behind else [])]
+
+
+@given(masks, st.integers(2, 9), st.integers(1, 9), st.integers(1, 9))
+@examples(100)
+def test_cells_and_hulls_are_those_of_every_pair_of_stripes(mask, step, q_count, k_count):
+    regions = mask.table(step * q_count, step * k_count)
+    a, b = np.mgrid[:step, :step]
+    met = meet(a[..., None], q_count, b[..., None], k_count, step, regions.T[:, None, None])
+    is_met = met[1] > met[0]
+    cells = stripe_cells(step, q_count, k_count, regions)
+    for weights, expected in ((cells.met[1] - cells.met[0], met[1] - met[0]), (cells.met[5] % 97, met[5] % 97)):
+        assert np.array_equal(cells.summed(weights, step), (expected * is_met).sum((1, 2)))
+    hulls = stripe_hulls(a.ravel(), b.ravel(), step, q_count, k_count, regions).reshape(2, step, step)
+    seen = is_met.any(-1)
+    assert np.array_equal(hulls.sum(0) < 0, seen)
+    bounds = [np.where(is_met, of, k_count).min(-1, initial=k_count) for of in (met[2], -met[3])]
+    assert np.array_equal(hulls[:, seen], np.stack(bounds)[:, seen])
+    for query in range(step):
+        alone = stripe_cells(step, q_count, k_count, regions, query)
+        first, stop = alone.keys_of(query)
+        assert np.array_equal((stop - first).clip(0).sum(), is_met[query].sum())

@@ -218,3 +218,16 @@ def test_an_unknown_task_is_named_with_its_neighbours(expected):
     with pytest.raises(ConfigError, match="local_choise: lm-eval knows no such task; did you mean local_choice"):
         check_tasks(["local_choise"], manager)
     assert torch.is_grad_enabled()
+
+
+def not_continued(mesh: DeviceMesh, folder: Path, file: Path) -> str:
+    model, tokenizer = parts(folder)
+    with pytest.raises(UnsupportedError) as raised:
+        RingLM(rs.parallelize(model, mesh), tokenizer, answers=file)
+    return str(raised.value)
+
+
+def test_a_model_with_dependent_answers_is_not_resumed(pool, tmp_path):
+    folder = save(tmp_path / "model", max_position_embeddings=32, rope_parameters=DYNAMIC)
+    for said in pool.run(not_continued, 2, folder, tmp_path / "kept.jsonl"):
+        assert "kept.jsonl': the rotary frequencies of this model depend on the texts that it read before" in said

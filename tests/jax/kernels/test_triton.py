@@ -51,8 +51,7 @@ def test_any_mask_on_any_layout(short, mask, layout, ranks):
     [
         ("zigzag", 2, rs.causal(), None, {"scale": -0.5, "softcap": 1.5, "sinks": np.array([0.3, -2.0], np.float32)}),
         *long(
-            ("contiguous", 2, rs.full(), 40, {"scale": -0.5}),
-            ("striped", 1, rs.documents([9, 40, 11, 12]), None, {}),
+            ("contiguous", 2, rs.full(), 40, {"scale": -0.5}), ("striped", 1, rs.documents([9, 40, 11, 12]), None, {})
         ),
     ],
     ids=["sinks and softcap", "cross-attention", "several blocks"],

@@ -1,6 +1,6 @@
-"""The overlap law over a rate-limited link, in small; and that nothing of it stays behind.
+"""The overlap law over a rate-limited link, in small, and routes over two nodes as published.
 
-Making the link takes root, so elsewhere these are skipped, and say so.
+Making the link takes root, so elsewhere what needs it is skipped, and says so.
 """
 
 import json
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import overlap
+from benchmarks import nodes, overlap
 from benchmarks.namespaces import LINK
 
 ROOT = Path(__file__).parents[3]
@@ -81,3 +81,28 @@ def _namespace(pid: int) -> str | None:
         return os.readlink(f"/proc/{pid}/ns/net")
     except OSError:
         return None
+
+
+CASES = json.loads(nodes.RESULT.read_text())[0]["result"]["cases"]
+LINK_DECIDES = [case for case in CASES if case["gigabits"] <= 0.1]
+
+
+@pytest.mark.parametrize(("rank", "others"), [(0, [2, 3]), (1, [2, 3]), (3, [0, 1])])
+def test_only_what_goes_to_the_other_node_is_held_to_the_rate(rank, others):
+    commands = [" ".join(command) for command in nodes._limits(rank, 0.25)]
+    limited = [command.split("ip dst ")[1].split("/")[0] for command in commands if "ip dst" in command]
+    assert limited == [f"10.0.0.{other + 1}" for other in others]
+    assert sum("rate 250000000bit" in command for command in commands) == 1
+
+
+@pytest.mark.parametrize(
+    "case", LINK_DECIDES, ids=lambda case: f"{case['gigabits']}-{case['length']}-{case['kv_heads']}"
+)
+def test_the_link_model_and_its_choice_of_route_are_right(case):
+    for route, found in case["routes"].items():
+        for which in ("forward", "forward_backward"):
+            assert 0.7 < found[f"{which}_seconds"] / found[f"predicted_{which}_seconds"] < 1.25, route
+    seconds = {route: found["forward_seconds"] for route, found in case["routes"].items()}
+    assert seconds[case["auto"]] < 1.1 * min(seconds.values())
+    assert seconds["ring"] > 1.15 * seconds["double-ring:2"]
+    assert case["speeds"]["inter_node_bytes"] < case["gigabits"] * 1e9 / 8, "the link is limited"

@@ -32,17 +32,9 @@ SHAPE = llama(
 )  # fmt: skip
 LAYER, HEAD = 117_760, 64_000
 DEVICE = Device(
-    name="slow",
-    title="slow device",
-    flops=1e9,
-    memory_bytes=10**9,
-    memory_bandwidth=1e7,
-    intra_node_bandwidth=1e6,
-    inter_node_bandwidth=5e5,
-    devices_per_node=2,
-    matmul_efficiency=0.5,
-    attention_efficiency=0.25,
-)
+    name="slow", title="slow device", flops=1e9, memory_bytes=10**9, memory_bandwidth=1e7, intra_node_bandwidth=1e6,
+    inter_node_bandwidth=5e5, devices_per_node=2, matmul_efficiency=0.5, attention_efficiency=0.25,
+)  # fmt: skip
 
 
 def test_bytes_by_hand():

@@ -200,13 +200,7 @@ def test_a_plan_counts_towers_and_says_what_they_take():
     assert plan.cost.flops - alone.cost.flops == tower.units * tower.flops.at(1)
     result, share = plan.as_json()["towers"], -(-480 // plan.setting.ring)
     assert result["inputs"] == [
-        {
-            "modality": "video",
-            "units": 480,
-            "units_per_rank": share,
-            "tokens": 960,
-            "flops": 480 * tower.flops.at(1),
-        }
+        {"modality": "video", "units": 480, "units_per_rank": share, "tokens": 960, "flops": 480 * tower.flops.at(1)}
     ]
     assert result["pixel_bytes_on_host"] == 4 * 480 * 8 * 96
     assert any("make 960 of 4,096 tokens" in reason for reason in plan.reasons)

@@ -74,13 +74,9 @@ class Text:
     """Random queries, keys and values of a few sequences, and their dense truth."""
 
     def __init__(
-        self,
-        length: int,
-        kind: LayerKind,
-        real: list[tuple[tuple[int, int], ...]] | None,
-        softcap: float = 0.0,
+        self, length: int, kind: LayerKind, real: list[tuple[tuple[int, int], ...]] | None, softcap: float = 0.0,
         has_sinks: bool = False,
-    ) -> None:
+    ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(length)
         batch = len(real or (None,))
         shapes = (HEADS, SIZE), (GROUPS, SIZE), (GROUPS, VALUE_SIZE)

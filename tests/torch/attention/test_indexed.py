@@ -114,9 +114,8 @@ def test_scores_are_ordered_and_equal_ones_by_position():
     assert order.argsort(descending=True).tolist() == [7, 3, 6, 5, 0, 1, 4, 2]
 
 
-def test_costs_count_scores_and_choices_and_odd_masks_raise():
+def test_queries_see_a_range_of_keys_and_odd_masks_raise():
     seen = selection.seen_by(rs.documents([5, 3]), np.arange(9), 8)
     assert seen.counts.tolist() == [1, 2, 3, 4, 5, 1, 2, 3, 0]
-    assert selection.index_cost(seen, 3) == (4 + 5, 1 + 2 + 3 + 3 + 3 + 1 + 2 + 3)
     with pytest.raises(rs.MaskError, match="use causal or documents"):
         selection.seen_by(rs.sliding_window(3, global_tokens=2), np.arange(9), 9)

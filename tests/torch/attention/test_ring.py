@@ -77,26 +77,10 @@ class Problem:
     """Random tensors for one sequence, its dense truth, and what a virtual ring makes of it."""
 
     def __init__(
-        self,
-        length,
-        mask,
-        *,
-        batch=1,
-        heads=2,
-        groups=2,
-        size=16,
-        value_size=None,
-        dtype=torch.float32,
-        keys=None,
-        scale=None,
-        softcap=0.0,
-        has_slopes=False,
-        has_sinks=False,
-        is_uneven=False,
-        views=("contiguous",) * 4,
-        vectors=("contiguous",) * 2,
-        device="cpu",
-    ):
+        self, length, mask, *, batch=1, heads=2, groups=2, size=16, value_size=None, dtype=torch.float32, keys=None,
+        scale=None, softcap=0.0, has_slopes=False, has_sinks=False, is_uneven=False, views=("contiguous",) * 4,
+        vectors=("contiguous",) * 2, device="cpu",
+    ):  # fmt: skip
         """``views`` are how q, k, v and dout lie in memory, ``vectors`` how slopes and sinks do."""
         self.length, self.mask, self.keys = length, mask, keys or length
         self.scale = size**-0.5 if scale is None else scale
@@ -235,16 +219,9 @@ def test_out_and_gradients_are_those_of_dense_attention(mask, ranks, layout, siz
 
 
 ROUTES = [
-    "ring",
-    "bidirectional",
-    "double-ring:2",
-    "all-gather",
-    "pass-q",
-    "ulysses",
-    "ulysses:2",
-    "ulysses:2+all-gather",
+    "ring", "bidirectional", "double-ring:2", "all-gather", "pass-q", "ulysses", "ulysses:2", "ulysses:2+all-gather",
     "ulysses:2+pass-q",
-]
+]  # fmt: skip
 
 
 def fits(route, ranks, heads, groups):

@@ -1,6 +1,8 @@
 """Tiny random models that take images, batches for them, and what one process makes of both."""
 
+import tomllib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -11,117 +13,13 @@ from transformers import AutoConfig, AutoModelForMultimodalLM, AutoModelForSeq2S
 from tests.torch.float64 import in_float64_of
 
 IMAGE, VIDEO = 95, 96
-_IDS: Final = {"image_token_id": IMAGE}
 _TEXT: Final[dict[str, Any]] = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": 1,
     "pad_token_id": 2,
 }  # fmt: skip
 _TOWER: Final = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
-_GRID: Final = {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4}
-
-_EXPERTS: Final = {"moe_intermediate_size": 24, "num_experts": 3, "num_experts_per_tok": 2}
-
-
-def _mrope(*sections: int, **more: Any) -> dict[str, Any]:
-    given = {"rope_type": "default", "mrope_section": list(sections), "rope_theta": 100.0}
-    return {"rope_parameters": given | more}
-
-
-_HYBRID: Final = _mrope(2, 1, 1, partial_rotary_factor=1.0) | {
-    "layer_types": ["linear_attention", "full_attention"],
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-}
-_EARS: Final = {"num_mel_bins": 8, "max_source_positions": 12}
-_SOUND: Final = {"audio_token_id": IMAGE}
-
-# The text model, the tower, and what the config has beside them.
-_MODELS: Final[dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]]] = {
-    "llava": ({"model_type": "llama"}, {"model_type": "clip_vision_model", "image_size": 8, "patch_size": 4}, _IDS),
-    "llava-pixtral": (
-        {"model_type": "mistral"},
-        {"model_type": "pixtral", "image_size": 16, "patch_size": 4, "head_dim": 8},
-        _IDS | {"vision_feature_layer": -1, "vision_feature_select_strategy": "full"},
-    ),
-    "internvl": (
-        {"model_type": "qwen2"},
-        {"model_type": "internvl_vision", "image_size": [16, 16], "patch_size": [4, 4]},
-        _IDS,
-    ),
-    "mistral3": (
-        {"model_type": "mistral"},
-        {"model_type": "pixtral", "image_size": 16, "patch_size": 4, "head_dim": 8},
-        _IDS,
-    ),
-    "smolvlm": (
-        {"model_type": "llama"},
-        {"model_type": "smolvlm_vision", "image_size": 16, "patch_size": 4},
-        _IDS | {"scale_factor": 2},
-    ),
-    "idefics3": (
-        {"model_type": "llama"},
-        {"model_type": "idefics3_vision", "image_size": 16, "patch_size": 4},
-        _IDS | {"scale_factor": 2},
-    ),
-    "llava_onevision": (
-        {"model_type": "qwen2"},
-        {"model_type": "siglip_vision_model", "image_size": 8, "patch_size": 4},
-        {"image_token_id": IMAGE, "video_token_id": VIDEO, "image_grid_pinpoints": [[8, 16], [16, 8], [16, 16]]},
-    ),
-    "qwen2_vl": (
-        _mrope(1, 1, 2),
-        {"depth": 2, "embed_dim": 16, "hidden_size": 32, "num_heads": 2, "mlp_ratio": 2, "patch_size": 4},
-        {"image_token_id": IMAGE, "video_token_id": VIDEO},
-    ),
-    "qwen2_5_vl": (
-        _mrope(1, 1, 2),
-        _GRID | {"out_hidden_size": 32, "window_size": 16, "fullatt_block_indexes": [1]},
-        {"image_token_id": IMAGE, "video_token_id": VIDEO},
-    ),
-    "qwen3_vl": (
-        _mrope(2, 1, 1),
-        _GRID | {"out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
-        {"image_token_id": IMAGE, "video_token_id": VIDEO},
-    ),
-    "gemma3": (
-        {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"], "query_pre_attn_scalar": 8},
-        {"image_size": 16, "patch_size": 4}, _IDS | {"mm_tokens_per_image": 4},
-    ),
-    "paligemma": ({"model_type": "gemma"}, {"image_size": 8, "patch_size": 4}, _IDS | {"projection_dim": 32}),
-    "llama4": (
-        {"intermediate_size_mlp": 48, "num_local_experts": 2, "attention_chunk_size": 11},
-        {
-            "intermediate_size": 64, "image_size": 16, "patch_size": 4, "pixel_shuffle_ratio": 0.5,
-            "projector_input_dim": 24, "projector_output_dim": 24, "vision_output_dim": 24,
-        },
-        _IDS,
-    ),
-    "qwen3_vl_moe": (
-        _mrope(2, 1, 1) | _EXPERTS,
-        _GRID | {"out_hidden_size": 32, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
-        {"image_token_id": IMAGE, "video_token_id": VIDEO},
-    ),
-    "qwen3_5": (
-        _HYBRID,
-        _GRID | {"out_hidden_size": 32, "num_position_embeddings": 16},
-        {"image_token_id": IMAGE, "video_token_id": VIDEO},
-    ),
-    "qwen3_5_moe": (
-        _HYBRID | _EXPERTS | {"shared_expert_intermediate_size": 24},
-        _GRID | {"out_hidden_size": 32, "num_position_embeddings": 16},
-        {"image_token_id": IMAGE, "video_token_id": VIDEO},
-    ),
-    "audioflamingo3": ({"model_type": "qwen2"}, _EARS, _SOUND),
-    "voxtral": ({"model_type": "llama"}, _EARS | {"intermediate_size": 64}, _SOUND),
-    "qwen2_audio": (
-        {"model_type": "qwen2"},
-        _EARS | {"d_model": 16, "encoder_layers": 2} | {"encoder_attention_heads": 2, "encoder_ffn_dim": 24},
-        {"audio_token_index": IMAGE},
-    ),
-}  # fmt: skip
+_MODELS: Final = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 
 KINDS: Final = tuple(_MODELS)
 SOUND: Final = ("audioflamingo3", "voxtral", "qwen2_audio")
@@ -135,7 +33,7 @@ _ORIGINALS: Final = ((8, 16), (15, 8), (16, 12))
 
 def build(kind: str, seed: int = 0, dtype: torch.dtype = torch.float64) -> Any:
     torch.manual_seed(seed)
-    text, tower, others = _MODELS[kind]
+    text, tower, others = (_MODELS[kind][part] for part in ("text", "tower", "config"))
     tower = tower if kind.startswith("qwen") else _TOWER | tower
     seen = "audio_config" if kind in SOUND else "vision_config"
     others = others | {"text_config": _TEXT | text, seen: tower, "tie_word_embeddings": False}

@@ -14,6 +14,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.train.config.load import load_config, parse_config
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.config.template import config_template
+from tests.cases import refusals
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "finetune.toml"
 
@@ -164,39 +165,9 @@ def test_every_key_is_documented():
     assert [f"{t.__name__}.{name}" for t in found for name, f in t.model_fields.items() if not f.description] == []
 
 
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("optimizer.learning_rat=1", "optimizer.learning_rat: unknown key; did you mean optimizer.learning_rate?"),
-        ("learning_rate=1", "learning_rate: unknown key; did you mean optimizer.learning_rate?"),
-        ("optimzer.eps=1", "optimzer: unknown key; did you mean optimizer?"),
-        ("memory.qq=1", "memory.qq: unknown key; known are memory.checkpoint, memory.activation_bytes, memory.layers"),
-        ("optimizer.learning_rate=0", "optimizer.learning_rate = 0: should be greater than 0; the default is 0.0003"),
-        ("optimizer.learning_rate=inf", "optimizer.learning_rate = Infinity: should be a finite number"),
-        ("optimizer.betas=[0.9, 1.0]", "optimizer.betas = [0.9, 1.0]: each should be in [0, 1)"),
-        ("steps=0", "steps = 0: should be greater than or equal to 1; the default is 100"),
-        ("steps=many", 'steps = "many": should be a valid integer; the default is 100'),
-        ("steps=true", "steps = true: should be a valid integer"),
-        ("data.paths.x=1", 'paths = "corpus" is not a table, so it has no key x'),
-        ("model=3", "model = 3: should be a table; write [model]"),
-        ("model.dtype=float16", 'use "bfloat16" or "float32"'),
-        ("model.dtype=int8", "model.dtype = \"int8\": should be 'float32' or 'bfloat16'; the default is \"float32\""),
-        ("model.tokenizer=train", "a pretrained model needs the tokenizer it was trained with"),
-        ("model.init=scratch", 'model.config: missing; init = "scratch" needs a table'),
-        ("data.paths=[]", "data.paths = []: should have at least 1 item, not 0; it takes: Files, folders"),
-        ("data.paths=[1]", "data.paths[0] = 1: should be a string, in quotes"),
-        ("data.extensions=.txt", 'data.extensions = ".txt": should be a list, such as ["a", "b"]'),
-        ('data.extensions=["txt"]', 'data.extensions = "txt": has no dot; write ".txt"'),
-        ("data.eval_fraction=1.0", "data.eval_fraction = 1.0: should be less than 1; the default is 0.02"),
-        ("attention.layout=ring", "should be 'contiguous', 'striped', 'zigzag' or 'balanced'; the default"),
-        ("memory.checkpoint=auto", '"auto" and memory.activation_bytes go together'),
-        ("memory.feedforward_chunk_tokens=some", 'feedforward_chunk_tokens = "some": should be a valid integer'),
-        ("steps", '"steps": is not an override; write key=value'),
-        (".steps=1", "is not an override; write key=value"),
-    ],
-)
-def test_a_refusal_names_the_key_the_value_and_the_remedy(tmp_path: Path, override: str, message: str):
-    assert message in refusal(tmp_path, override)
+@refusals("settings")
+def test_a_refusal_names_the_key_the_value_and_the_remedy(tmp_path: Path, arguments: list[str], message: str):
+    assert message in refusal(tmp_path, *arguments)
 
 
 @pytest.mark.parametrize(

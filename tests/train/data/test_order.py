@@ -14,11 +14,7 @@ def order(
     num_sequences: int = 50, seed: int = 1, batch: int = 2, accumulation: int = 3, replicate: int = 2
 ) -> BatchOrder:
     return BatchOrder(
-        num_sequences=num_sequences,
-        seed=seed,
-        batch_size=batch,
-        accumulation_steps=accumulation,
-        replicate=replicate,
+        num_sequences=num_sequences, seed=seed, batch_size=batch, accumulation_steps=accumulation, replicate=replicate
     )
 
 

@@ -36,14 +36,7 @@ def write(folder, number, text):
 
 def run_settings(folder, steps=STEPS, every=2, **data):
     common = {"paths": str(folder / "text"), "sequence_length_tokens": 40, "eval_fraction": 0.0}
-    return settings(
-        folder,
-        "run",
-        steps=steps,
-        data=common | data,
-        evaluation={},
-        checkpoints={"every_steps": every},
-    )
+    return settings(folder, "run", steps=steps, data=common | data, evaluation={}, checkpoints={"every_steps": every})
 
 
 def train_and_listen(mesh, config, free_bytes=None, of=(writing,)):

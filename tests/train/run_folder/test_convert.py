@@ -23,11 +23,7 @@ from tests.train.runs import settings, train_on
 STEPS = 3
 MESHES = {
     "ring of 4": {"checkpoints": {"every_steps": 2}},
-    "heads over 2, bfloat16": {
-        "mesh": {"tp": 2},
-        "model": {"dtype": "bfloat16"},
-        "optimizer": {"batch_size": 2},
-    },
+    "heads over 2, bfloat16": {"mesh": {"tp": 2}, "model": {"dtype": "bfloat16"}, "optimizer": {"batch_size": 2}},
 }
 
 
