@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from transformers import LlamaConfig
 
 import ringspan as rs
 from ringspan.core.names import CheckpointName, OffloadName
@@ -12,7 +13,7 @@ from ringspan.measure.bench.ring import timed
 from ringspan.measure.trace.dry_run import fake_mesh, hugging_face_config, trace
 from ringspan.plan.cost.cost import model_flops
 from ringspan.plan.cost.setting import Setting
-from ringspan.plan.model.configs import model_shape
+from ringspan.plan.model.configs import from_config, model_shape
 from ringspan.plan.model.shapes import ModelShape
 from ringspan.torch.parallelize import put_on_mesh
 
@@ -45,11 +46,13 @@ class Step:
 
 def _sized(step: Step, quick: bool) -> tuple[Step, ModelShape]:
     """A step and its model, or both small for a dry run of the script."""
-    shape = model_shape("llama-3.1-8b")
     if not quick:
-        return step, shape
-    sizes = {"layers": 1, "hidden": 32, "heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64, "vocab": 128}
-    return replace(step, tokens=16, compile=False), replace(shape, **sizes)
+        return step, model_shape("llama-3.1-8b")
+    config = LlamaConfig(
+        num_hidden_layers=1, hidden_size=32, num_attention_heads=2, num_key_value_heads=1, intermediate_size=64,
+        vocab_size=128,
+    )  # fmt: skip
+    return replace(step, tokens=16, compile=False), from_config(config.to_dict(), "tiny")
 
 
 def measured(step: Step) -> Row:
