@@ -17,16 +17,9 @@ class Gradients(NamedTuple):
 
 
 def attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    allowed: NDArray[np.bool_],
-    scale: float,
-    *,
-    softcap: float = 0.0,
-    bias: Array | None = None,
-    sinks: Array | None = None,
-) -> tuple[Array, Array]:
+    q: Array, k: Array, v: Array, allowed: NDArray[np.bool_], scale: float, *, softcap: float = 0.0,
+    bias: Array | None = None, sinks: Array | None = None,
+) -> tuple[Array, Array]:  # fmt: skip
     """``softmax(scale q k^T where allowed) v`` and its log-sum-exp; a row without keys gives 0 and -inf.
 
     ``softcap`` c turns a score s into ``c tanh(s / c)`` before ``bias``; ``sinks`` are logits with the value 0.
@@ -40,17 +33,9 @@ def attention(
 
 
 def backward(
-    dout: Array,
-    q: Array,
-    k: Array,
-    v: Array,
-    allowed: NDArray[np.bool_],
-    scale: float,
-    *,
-    softcap: float = 0.0,
-    bias: Array | None = None,
-    sinks: Array | None = None,
-) -> Gradients:
+    dout: Array, q: Array, k: Array, v: Array, allowed: NDArray[np.bool_], scale: float, *, softcap: float = 0.0,
+    bias: Array | None = None, sinks: Array | None = None,
+) -> Gradients:  # fmt: skip
     """Gradients of ``sum(dout * attention(q, k, v))``; dk and dv are summed over their query heads.
 
     With probabilities ``p`` and ``delta = sum(dout * out)``: ``dv = p^T dout``, ``ds = p (dout v^T - delta)``,

@@ -42,15 +42,9 @@ class Pass(NamedTuple):
 
 
 def forward_pass(
-    layout: Layout,
-    mask: Mask,
-    route: str | Route,
-    shape: Shape,
-    speeds: Speeds,
-    keys: Layout | None = None,
-    *,
+    layout: Layout, mask: Mask, route: str | Route, shape: Shape, speeds: Speeds, keys: Layout | None = None, *,
     comm_dtype: str = "exact",
-) -> Pass:
+) -> Pass:  # fmt: skip
     """Return the slowest rank's forward pass, see ``passes``."""
     return slowest(passes(layout, mask, route, shape, speeds, keys, is_backward=False, comm_dtype=comm_dtype))
 
@@ -60,16 +54,9 @@ def slowest(each: Iterable[Pass]) -> Pass:
 
 
 def passes(
-    layout: Layout,
-    mask: Mask,
-    route: str | Route,
-    shape: Shape,
-    speeds: Speeds,
-    keys: Layout | None = None,
-    *,
-    is_backward: bool,
-    comm_dtype: str = "exact",
-) -> tuple[Pass, ...]:
+    layout: Layout, mask: Mask, route: str | Route, shape: Shape, speeds: Speeds, keys: Layout | None = None, *,
+    is_backward: bool, comm_dtype: str = "exact",
+) -> tuple[Pass, ...]:  # fmt: skip
     """Time a pass on the ranks that may take longest; Ulysses groups add their exchange, never hidden."""
     keys = keys or layout
     route = Route.parse(route, layout.ranks) if isinstance(route, str) else route

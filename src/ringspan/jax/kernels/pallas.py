@@ -45,15 +45,9 @@ class PallasKernel(Kernel):
         return Gradients(dq, *self._call(_backward_keys, row, self.pairs.by_key, "qkkqqqkk", (*arrays, *zeros), 2))
 
     def _call(
-        self,
-        body: Callable[..., None],
-        row: Array,
-        table: IntArray,
-        kinds: str,
-        arrays: tuple[Array, ...],
-        updated: int,
-        *scratch: Any,
-    ) -> list[Array]:
+        self, body: Callable[..., None], row: Array, table: IntArray, kinds: str, arrays: tuple[Array, ...],
+        updated: int, *scratch: Any,
+    ) -> list[Array]:  # fmt: skip
         """Run ``body(pair, *references)`` per table row; return the last ``updated`` arrays, changed in place."""
         # ``kinds`` has a letter for each array: q if its chunks are the queries', k if the keys'.
         num_pairs, pairs = (jnp.asarray(x)[row].reshape(-1) for x in (self.pairs.num, table))

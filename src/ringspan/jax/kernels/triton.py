@@ -53,17 +53,9 @@ class TritonKernel(Kernel):
         return Gradients(dq, dk[:, 0], dv[:, 0])
 
     def _launch(
-        self,
-        name: str,
-        row: Array,
-        arrays: tuple[Array, ...],
-        q: Array,
-        v: Array,
-        updated: int,
-        *,
-        without_strides: Array | None = None,
-        **options: Any,
-    ) -> list[Array]:
+        self, name: str, row: Array, arrays: tuple[Array, ...], q: Array, v: Array, updated: int, *,
+        without_strides: Array | None = None, **options: Any,
+    ) -> list[Array]:  # fmt: skip
         """Run a program on arrays, those for slopes only, tables, numbers, strides and results; return ``updated``."""
         from jax_triton import triton_call
 

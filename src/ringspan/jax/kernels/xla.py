@@ -144,17 +144,9 @@ class XlaKernel(Kernel):
         return self._over_pairs(work, state, enter, visit, leave)
 
     def _backward_head(
-        self,
-        work: Work,
-        head: Array,
-        q: Array,
-        block: Array,
-        columns: Array | None,
-        dout: Array,
-        lse: Array,
-        delta: Array,
-        sums: Gradients,
-    ) -> Gradients:
+        self, work: Work, head: Array, q: Array, block: Array, columns: Array | None, dout: Array, lse: Array,
+        delta: Array, sums: Gradients,
+    ) -> Gradients:  # fmt: skip
         queries, keys = self.program.query_size, self.program.key_size
         sizes, dtype = (q.shape[-1], dout.shape[-1]), lse.dtype
 

@@ -205,18 +205,10 @@ def causal_convolution(
 
 
 def _recurrence(
-    step: Step,
-    inputs: tuple[Array, ...],
-    shape: tuple[int, ...],
-    map_of: Callable[[Array, Array, Any], tuple[Array, Array]],
-    layout: LayoutName | Layout,
-    axis_name: str,
-    starts: Starts,
-    dtype: DTypeLike,
-    *,
-    begun: Callable[[int], Array] | None = None,
-    is_matrix: bool = False,
-) -> Array:
+    step: Step, inputs: tuple[Array, ...], shape: tuple[int, ...],
+    map_of: Callable[[Array, Array, Any], tuple[Array, Array]], layout: LayoutName | Layout, axis_name: str,
+    starts: Starts, dtype: DTypeLike, *, begun: Callable[[int], Array] | None = None, is_matrix: bool = False,
+) -> Array:  # fmt: skip
     """Compute outputs (B, T, ...) of one token's rule ``step``; inputs (B, T, ...), states (B, *shape)."""
     # ``map_of`` returns A and B of a span from the state after it, which began as ``begun`` says, or with 0.
     split = _layout_of(layout, axis_name, inputs[0].shape[1])

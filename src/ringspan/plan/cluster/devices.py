@@ -38,17 +38,9 @@ class Device:
 
 
 def _gpu(
-    name: str,
-    title: str,
-    teraflops: float,
-    memory: tuple[int, float],
-    links: tuple[float, float],
-    attention: float,
-    *,
-    matmul: float = 0.7,
-    host: tuple[float, int] = (0, 0),
-    per_node: int = 8,
-) -> Device:
+    name: str, title: str, teraflops: float, memory: tuple[int, float], links: tuple[float, float], attention: float, *,
+    matmul: float = 0.7, host: tuple[float, int] = (0, 0), per_node: int = 8,
+) -> Device:  # fmt: skip
     return Device(
         name=name,
         title=title,

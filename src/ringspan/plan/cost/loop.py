@@ -68,15 +68,9 @@ def tile_pairs(layout: LayoutName, tokens: int) -> int:
 
 @lru_cache(maxsize=1024)
 def _share(
-    layout: LayoutName,
-    ranks: int,
-    route: Route,
-    query_numbers: int,
-    kv_numbers: int,
-    groups: int,
-    types: tuple[int, int],
-    comm_dtype: CommDtypeName,
-) -> Held:
+    layout: LayoutName, ranks: int, route: Route, query_numbers: int, kv_numbers: int, groups: int,
+    types: tuple[int, int], comm_dtype: CommDtypeName,
+) -> Held:  # fmt: skip
     large, small = _MOST_NODES * route.inner, _MOST_NODES // 2 * route.inner
     if ranks > large:
         most, less = (

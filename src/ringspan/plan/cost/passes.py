@@ -39,15 +39,9 @@ def seen_pairs(kind: LayerKind, length: int) -> int:
 
 
 def even_passes(
-    layout: LayoutName,
-    length: int,
-    ranks: int,
-    window: int | None,
-    route: str,
-    shape: Shape,
-    speeds: Speeds,
+    layout: LayoutName, length: int, ranks: int, window: int | None, route: str, shape: Shape, speeds: Speeds,
     comm_dtype: str = "exact",
-) -> tuple[Pass, Pass]:
+) -> tuple[Pass, Pass]:  # fmt: skip
     """Return a lower bound over layouts and routes: even pairs without the diagonal, nothing sent."""
     pairs = causal_pairs(length - 1, window) / ranks
     forward, backward = (pairs * pair_flops(shape, is_backward=back) / speeds.flops for back in (False, True))
@@ -56,15 +50,9 @@ def even_passes(
 
 @lru_cache(maxsize=1024)
 def attention_passes(
-    layout: LayoutName,
-    length: int,
-    ranks: int,
-    window: int | None,
-    route: str,
-    shape: Shape,
-    speeds: Speeds,
+    layout: LayoutName, length: int, ranks: int, window: int | None, route: str, shape: Shape, speeds: Speeds,
     comm_dtype: str = "exact",
-) -> tuple[Pass, Pass]:
+) -> tuple[Pass, Pass]:  # fmt: skip
     """Return both passes of a causal attention on the slowest rank; without windows one schedule serves all lengths."""
     if shape.batch > 1:
         one = attention_passes(layout, length, ranks, window, route, replace(shape, batch=1), speeds, comm_dtype)

@@ -75,13 +75,10 @@ def check_loss(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | N
     if targets.dtype not in (torch.int64, torch.int32):
         raise UnsupportedError(f"targets must be int64 or int32, got {targets.dtype}")
     for name, x in floats.items():
-        if not x.is_floating_point() or (x.dtype != hidden.dtype and name == "weight" and not _is_autocast(x)):
+        is_autocast = torch.is_autocast_enabled(x.device.type)
+        if not x.is_floating_point() or (x.dtype != hidden.dtype and name == "weight" and not is_autocast):
             raise UnsupportedError(f"{name} is {x.dtype}, hidden is {hidden.dtype}; make them equal, in floating point")
     check_differentiation("blockwise_cross_entropy", hidden, weight, bias)
-
-
-def _is_autocast(x: Tensor) -> bool:
-    return torch.is_autocast_enabled(x.device.type)
 
 
 def check_differentiation(what: str, *tensors: Tensor | None) -> None:

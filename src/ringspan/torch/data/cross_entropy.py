@@ -155,15 +155,9 @@ def _is_cuda(x: Tensor) -> bool:
 class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        options: LossOptions,
-        differentiate: bool,
-        group: dist.ProcessGroup | None,
-    ) -> Tensor:
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: LossOptions,
+        differentiate: bool, group: dist.ProcessGroup | None,
+    ) -> Tensor:  # fmt: skip
         wants = [differentiate and wanted for wanted in ctx.needs_input_grad[:3]]
         total, gradients = LossBlocks(hidden, weight, bias, targets, options, group).sum(wants)
         # Kept as attributes: the one backward pass takes them away and scales them where they are.
@@ -189,14 +183,9 @@ class _Summed(torch.autograd.Function):
 class _PerToken(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        options: LossOptions,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: LossOptions,
         group: dist.ProcessGroup | None,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         losses, normalizers = LossBlocks(hidden, weight, bias, targets, options, group).per_token()
         ctx.save_for_backward(hidden, weight, bias, targets, *normalizers)
         ctx.options, ctx.group = options, group

@@ -58,14 +58,9 @@ class _Sums(NamedTuple):
 
 class LossBlocks:
     def __init__(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        targets: Tensor,
-        options: LossOptions,
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, options: LossOptions,
         group: dist.ProcessGroup | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.hidden, self.weight, self.bias, self.options, self.group = hidden, weight, bias, options, group
         ranks, rank = (1, 0) if group is None else (dist.get_world_size(group), dist.get_rank(group))
         self.vocabulary = len(weight) * ranks

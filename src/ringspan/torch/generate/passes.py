@@ -210,15 +210,9 @@ def _parts(count: int, chunk: int, blocks: Sequence[Blocks] | None) -> Iterator[
 
 
 def _turn(
-    model: RingModel,
-    cache: RingCache,
-    ids: Tensor,
-    positions: Tensor,
-    part: slice,
-    real: tuple[Runs, ...] | None,
-    wanted: int,
-    images: PromptImages | None,
-) -> Tensor:
+    model: RingModel, cache: RingCache, ids: Tensor, positions: Tensor, part: slice, real: tuple[Runs, ...] | None,
+    wanted: int, images: PromptImages | None,
+) -> Tensor:  # fmt: skip
     ring, decoder = model.ring_mesh["ring"], decoder_on_ring(model)
     start, count, columns = cache.shares.length, part.stop - part.start, torch.arange(part.start, part.stop)
     splits = is_split(count, cache.shares.ranks)

@@ -42,15 +42,9 @@ class TokenSequences:
     """
 
     def __init__(
-        self,
-        stream: TokenStream,
-        start: int,
-        stop: int,
-        *,
-        sequence_length_tokens: int,
-        documents: DocumentsName,
+        self, stream: TokenStream, start: int, stop: int, *, sequence_length_tokens: int, documents: DocumentsName,
         pad_token_id: int,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Make sequences over positions [start, stop) of the stream; documents across the bounds are cut."""
         self.sequence_length_tokens = sequence_length_tokens
         self.num_tokens = stop - start

@@ -121,16 +121,9 @@ def _partial(
 
 
 def _gradient(
-    mine: Queries,
-    k: Tensor,
-    v: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    tile: Tile,
-    rows: slice,
-    chunks: list[slice],
+    mine: Queries, k: Tensor, v: Tensor, dk: Tensor, dv: Tensor, tile: Tile, rows: slice, chunks: list[slice],
     scores: Scores,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     dq = torch.zeros_like(mine.q)
     for keys in chunks:
         k_keys, v_keys = (x[:, keys].to(dq.dtype) for x in (k, v))

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.geometry.layout import Layout
@@ -66,7 +66,8 @@ def _refuse_not_causal(name: str, decoder: PreTrainedModel) -> None:
     if like.is_meta:
         return
     generator = torch.Generator().manual_seed(0)
-    hidden, other = torch.randn(2, 1, 4, _hidden_size(decoder.config), generator=generator).to(like)
+    size = decoder.config.get_text_config(decoder=True).hidden_size
+    hidden, other = torch.randn(2, 1, 4, size, generator=generator).to(like)
     modes = {module: module.training for module in decoder.modules()}
     decoder.eval()
     try:
@@ -81,10 +82,6 @@ def _refuse_not_causal(name: str, decoder: PreTrainedModel) -> None:
     rounding = 16 * torch.finfo(like.dtype).eps * float(first.abs().max())
     if not torch.allclose(first[:, :-1], second[:, :-1], rtol=0, atol=rounding):
         raise UnsupportedError(f"{name} is not causal: an earlier token sees a later one, but must not")
-
-
-def _hidden_size(config: PreTrainedConfig) -> int:
-    return config.get_text_config(decoder=True).hidden_size
 
 
 class RingDecoder(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatibleMethodOverride, reportIncompatibleVariableOverride]
