@@ -1,8 +1,8 @@
 """Batches balanced over replicas: examples of similar work go to all at the same time."""
 
 import logging
-from collections.abc import Callable, Iterator
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 import torch.distributed as dist
@@ -14,6 +14,9 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.core.sharing import even_out, worth_of_sharing
 from ringspan.hf.classes import classifies
 from ringspan.hf.seams import method_behind
+
+if TYPE_CHECKING:
+    from ringspan.hf.trainer import RingTrainerMixin
 
 _log: Final = logging.getLogger(__name__)
 # Whose ``compute_loss`` divides the sum over a step's targets by their number: not what a micro-batch has alone.
@@ -59,7 +62,7 @@ class EvenSampler(Sampler[int]):
             )
 
 
-def balance_steps(trainer: Any, loader: Any) -> None:
+def balance_steps(trainer: "RingTrainerMixin", loader: Any) -> None:
     """Deal a trainer's loader by its examples' work, in place."""
     data: Any = trainer.train_dataset
     sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
@@ -79,7 +82,7 @@ def balance_steps(trainer: Any, loader: Any) -> None:
     loader.set_sampler(EvenSampler(sampler, work_of(trainer), shape))
 
 
-def _uncounted(trainer: Any) -> str | None:
+def _uncounted(trainer: "RingTrainerMixin") -> str | None:
     """Name the loss that may not be a sum over a step's targets over their number; None if it is one."""
     method = method_behind(trainer, "compute_loss")
     owner = f"{method.__module__}.{method.__qualname__}".removesuffix(".compute_loss")
@@ -90,12 +93,13 @@ def _uncounted(trainer: Any) -> str | None:
     return None if owner in _COUNTED else f"the loss of {owner.rpartition('.')[2]}.compute_loss"
 
 
-def work_of(trainer: Any) -> Callable[[int], int]:
+def work_of(trainer: "RingTrainerMixin") -> Callable[[int], int]:
     """Return an example's cost in (query, key) pairs: causal attention, plus tokens times the rest.
 
     A forward pass takes 4 C FLOPs per pair and layer (C hidden size, all heads) and 2 per token and weight.
     """
-    config, data = trainer.model.config.get_text_config(), trainer.train_dataset
+    config = trainer.model.config.get_text_config()
+    data: Any = trainer.train_dataset
     embeddings = sum(weight.numel() for weight in trainer.model.get_input_embeddings().parameters())
     per_token = 2 * (trainer.model.num_parameters() - embeddings) // (4 * config.hidden_size * config.num_hidden_layers)
 
@@ -105,7 +109,7 @@ def work_of(trainer: Any) -> Callable[[int], int]:
     return work
 
 
-def lengths_of(example: Any) -> list[int]:
+def lengths_of(example: Mapping[str, Sequence[int]]) -> list[int]:
     """Return the lengths of an example's documents (several if TRL packed it); UnsupportedError without tokens."""
     if "seq_lengths" in example:
         return list(example["seq_lengths"])

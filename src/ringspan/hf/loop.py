@@ -1,15 +1,17 @@
 """An accelerate training loop on a ring."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Never
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from safetensors.torch import load_file
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 
 from ringspan.core.errors import CheckpointError, UnsupportedError
 from ringspan.hf.config import RingConfig
@@ -18,6 +20,7 @@ from ringspan.hf.refusals import refuse_accelerator
 from ringspan.hf.replicas import RingAccelerator, count_rings
 from ringspan.hf.seams import plain_optimizer
 from ringspan.torch.layers.modules import refusing
+from ringspan.torch.layers.view import RingModel
 from ringspan.torch.model.saving import whole_weights
 
 _WEIGHTS = "model.safetensors"
@@ -81,7 +84,7 @@ def ring_accelerator(ring: RingConfig | None = None, **options: Any) -> "LoopAcc
     return ours
 
 
-def _refuse(name: str, advice: str) -> Any:
+def _refuse(name: str, advice: str) -> Callable[..., Never]:
     return refusing(f"accelerator.{name} is not for a ring; {advice}")
 
 
@@ -95,7 +98,7 @@ class LoopAccelerator(RingAccelerator):
     maybe_context_parallel = _refuse("maybe_context_parallel", "the model on the ring splits its batches itself")
     trigger_sync_in_backward = _refuse("trigger_sync_in_backward", "use accumulate")
 
-    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
+    def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> object:
         """Call ``Accelerator.prepare``; an optimizer of the model's parameters, without steps, gets their shards."""
         models = [item for item in args if isinstance(item, nn.Module)]
         names = {id(p): (model, name) for model in models for name, p in model.named_parameters()}
@@ -110,7 +113,7 @@ class LoopAccelerator(RingAccelerator):
                 group["params"] = [_shard_of(p, names, shards) for p in group["params"]]
         return prepared
 
-    def prepare_scheduler(self, scheduler: Any) -> Any:
+    def prepare_scheduler(self, scheduler: LRScheduler) -> LRScheduler:
         """Prepare a scheduler that steps once per replica, as accelerate's per process."""
         if getattr(scheduler, "_is_accelerate_prepared", False):
             return super().prepare_scheduler(scheduler)
@@ -119,17 +122,17 @@ class LoopAccelerator(RingAccelerator):
         prepared.ring_replicas = self.num_processes
         return prepared
 
-    def get_state_dict(self, model: Any, unwrap: bool = True) -> dict[str, Any]:
+    def get_state_dict(self, model: RingModel, unwrap: bool = True) -> dict[str, Any]:
         """Return all weights on rank 0, none on others."""
         return whole_weights(model)
 
-    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> Any:
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: object) -> Path:
         """Save the state, optimizers' in shards that ``load_state`` reads on any mesh."""
         if not safe_serialization:
             raise UnsupportedError("safe_serialization=False writes pickles; leave it out")
         with self._without_split() as (models, optimizers):
 
-            def write(_: object, weights: Any, folder: str) -> None:
+            def write(_: object, weights: list[dict[str, Any]], folder: str) -> None:
                 weights.extend(self.get_state_dict(model) for model in models)
                 for number, optimizer in enumerate(optimizers):
                     model = _model_of(optimizer, models)
@@ -169,7 +172,7 @@ class LoopAccelerator(RingAccelerator):
                 hook.remove()
 
     @contextmanager
-    def _without_split(self) -> Iterator[tuple[list[Any], list[Any]]]:
+    def _without_split(self) -> Iterator[tuple[list[RingModel], list[AcceleratedOptimizer]]]:
         """Hide split objects while accelerate saves or loads what each rank has whole."""
         kept = self._models, self._optimizers
         self._models, self._optimizers = [], []
@@ -182,7 +185,7 @@ class LoopAccelerator(RingAccelerator):
 class _ReplicaScheduler(AcceleratedScheduler):
     ring_replicas: int
 
-    def step(self, *args: Any, **kwargs: object) -> None:
+    def step(self, *args: object, **kwargs: object) -> None:
         if not self.step_with_optimizer or self.split_batches or not self.gradient_state.sync_gradients:
             return super().step(*args, **kwargs)
         if any(optimizer.step_was_skipped for optimizer in self.optimizers):
@@ -194,7 +197,9 @@ class _ReplicaScheduler(AcceleratedScheduler):
         return None
 
 
-def _shard_of(parameter: object, names: dict[int, Any], shards: dict[int, dict[str, Any]]) -> Any:
+def _shard_of(
+    parameter: nn.Parameter, names: dict[int, tuple[nn.Module, str]], shards: dict[int, dict[str, nn.Parameter]]
+) -> nn.Parameter:
     if id(parameter) in names:
         model, name = names[id(parameter)]
         return shards[id(model)][name]
@@ -203,6 +208,6 @@ def _shard_of(parameter: object, names: dict[int, Any], shards: dict[int, dict[s
     raise UnsupportedError("the optimizer has parameters of no model that was prepared; prepare both in one call")
 
 
-def _model_of(optimizer: object, models: list[Any]) -> Any:
+def _model_of(optimizer: torch.optim.Optimizer, models: list[RingModel]) -> RingModel:
     first = plain_optimizer(optimizer).param_groups[0]["params"][0]
     return next(model for model in models if any(p is first for p in model.parameters()))

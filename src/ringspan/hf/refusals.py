@@ -2,13 +2,18 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+from transformers import TrainingArguments
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.hf.config import RingConfig
+from ringspan.torch.layers.view import RingModel
 
 # Optimizers that treat each number by itself; tests compare each with one process.
 _OPTIMIZERS: Final = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"}) | {
@@ -23,7 +28,7 @@ _CALLBACKS: Final = {
 }
 
 
-def refuse_arguments(args: Any, ring: RingConfig) -> None:
+def refuse_arguments(args: TrainingArguments, ring: RingConfig) -> None:
     """Raise UnsupportedError for the first ``TrainingArguments`` that a ring does not support, on all ranks."""
     for what, remedy in _unsupported(args, ring):
         raise UnsupportedError(f"{what} is not supported on a ring; {remedy}")
@@ -61,14 +66,15 @@ _WHERE_SET: Final = {
 }
 
 
-def _unsupported(args: Any, ring: RingConfig) -> Iterator[tuple[str, str]]:
+def _unsupported(args: TrainingArguments, ring: RingConfig) -> Iterator[tuple[str, str]]:
     if getattr(args, "parallelism_config", None) is not None:
         yield "parallelism_config, a second parallelism besides the ring,", "leave it out"
     for name, remedy in _WHERE_SET.items():
         value = getattr(args, name, None)
         if value or (value is not None and name.startswith(("ddp_", "neftune_"))):
             yield name if name in ("deepspeed", "fsdp") else f"{name}={value!r}", remedy
-    loaders, several = args.accelerator_config, ring.replicas > 1
+    loaders: Any = args.accelerator_config
+    several = ring.replicas > 1
     if not args.average_tokens_across_devices and several:
         remedy = "the loss would be the mean of the replicas' means, not that of one process; leave it True"
         yield "average_tokens_across_devices=False with several replicas", remedy
@@ -94,7 +100,7 @@ def _unsupported(args: Any, ring: RingConfig) -> Iterator[tuple[str, str]]:
         yield f"optim={optimizer!r}", remedy
 
 
-def refuse_accelerator(accelerator: Any) -> None:
+def refuse_accelerator(accelerator: Accelerator) -> None:
     """Refuse a launcher's parallelism and precisions, and processes that accelerate does not know."""
     state = accelerator.state
     if dist.is_initialized() and state.num_processes != dist.get_world_size():
@@ -118,7 +124,7 @@ def refuse_accelerator(accelerator: Any) -> None:
         )
 
 
-def refuse_loss_options(model: Any) -> None:
+def refuse_loss_options(model: RingModel) -> None:
     """Refuse additions to the ring's loss if TRL or ``compute_loss_func`` computes the loss."""
     if not (model.training and torch.is_grad_enabled()):
         return
@@ -140,7 +146,7 @@ _EXPLAINED: Final = {
 
 
 @contextmanager
-def explained(method: Any) -> Iterator[None]:
+def explained(method: FunctionType) -> Iterator[None]:
     """Turn failures of a user's loss that come from the ring into UnsupportedError with the needed change."""
     try:
         yield
@@ -159,7 +165,7 @@ def refuse_callback(callback: object) -> None:
             raise UnsupportedError(f"{name} is not supported on a ring; {_CALLBACKS[name]}")
 
 
-def refuse_optimizer(optimizer: Any, model: Any) -> None:
+def refuse_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:
     """Raise ConfigError for an optimizer made before the model went onto the ring, whose weights it lacks."""
     if optimizer is None:
         return

@@ -4,7 +4,7 @@ import functools
 import logging
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
 from typing import Any, Final
@@ -20,7 +20,7 @@ from ringspan.core.errors import ConfigError, PeerMismatch
 from ringspan.hf.seams import is_async
 from ringspan.torch.generate.agreed import take_first_ranks_numbers
 from ringspan.torch.runtime.mesh import text_groups
-from ringspan.torch.transport.collectives import gather, gather_over
+from ringspan.torch.transport.collectives import T, gather, gather_over
 
 Failure = tuple[Callable[..., Any], Exception]  # what raised, and what
 
@@ -66,7 +66,7 @@ def share_rollouts(trainer: Any) -> None:
             trainer.reward_funcs[place] = first_of_ring(function, mesh, _rewards)
 
 
-def _rewards(result: Any, num_completions: int) -> list[Any]:
+def _rewards(result: Iterable[float | None], num_completions: int) -> list[float | None]:
     """Raise ValueError or TypeError for rewards but numbers or None, on all ranks; TRL lets others wait."""
     rewards = list(result)
     torch.tensor([math.nan if reward is None else reward for reward in rewards], dtype=torch.float32)
@@ -81,7 +81,7 @@ def first_of_ring(
     """Wrap a function so that a ring's ranks get its first rank's result, through ``checked(result, prompts)``."""
 
     @functools.wraps(function)
-    def shared(*args: Any, **kwargs: Any) -> Any:
+    def shared(*args: object, **kwargs: Any) -> object:
         result, failures = None, []
         try:
             result = function(*args, **kwargs)
@@ -99,7 +99,7 @@ def failing_later(function: Callable[..., Any], failures: list[Failure]) -> Call
     """Wrap an async reward function to note errors and return zeros: awaited in any order, it cannot tell others."""
 
     @functools.wraps(function)
-    async def noting(*args: Any, **kwargs: Any) -> Any:
+    async def noting(*args: object, **kwargs: Any) -> list[float | None]:
         try:
             return _rewards(await function(*args, **kwargs), len(kwargs["prompts"]))
         except Exception as raised:  # as above
@@ -125,7 +125,7 @@ def _name_of(function: object) -> str:
     return getattr(function, "__name__", type(function).__name__)
 
 
-def of_first(thing: object, mesh: DeviceMesh) -> Any:
+def of_first(thing: T, mesh: DeviceMesh) -> T:
     """Return the object of the ring's first rank, by pickle."""
     things = [thing]
     for group in text_groups(mesh):

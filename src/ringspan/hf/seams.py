@@ -2,15 +2,30 @@
 
 import inspect
 import sys
+from collections.abc import Callable
 from importlib import import_module
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from transformers import Trainer
+from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from ringspan.core.errors import UnsupportedError
 
 if TYPE_CHECKING:
-    _Trainer = Trainer
+
+    class _Trainer(Trainer):
+        """Methods whose arguments are handed on, whatever a release's are."""
+
+        def __init__(self, *args: object, **kwargs: object) -> None: ...
+        def train(self, *args: object, **kwargs: object) -> TrainOutput: ...
+        def evaluate(self, *args: object, **kwargs: object) -> dict[str, float]: ...
+        def predict(self, *args: object, **kwargs: object) -> PredictionOutput: ...
+        def training_step(self, *args: object, **kwargs: object) -> Tensor: ...
+        def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: object, **kwargs: object) -> Any: ...
 else:
     _Trainer = object  # the mix-in stands before whichever trainer
 
@@ -69,7 +84,7 @@ class OwnParts(Trainer):
         if checkpoint is not None:
             self.load_progress(checkpoint)
 
-    def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         if not self.load_adapter_weights(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -83,22 +98,22 @@ class OwnParts(Trainer):
                 super()._load_rng_state(folder)
 
 
-def note_prepared(accelerator: Any, model: Any) -> None:
+def note_prepared(accelerator: Accelerator, model: nn.Module) -> None:
     if not any(model is known for known in accelerator._models):
         accelerator._models.append(model)
 
 
-def plain_optimizer(optimizer: object) -> Any:
+def plain_optimizer(optimizer: Optimizer) -> Optimizer:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def method_behind(trainer: object, name: str) -> Any:
+def method_behind(trainer: object, name: str) -> FunctionType:
     """Return a trainer's method past the one that the ring puts before it."""
     owners = (kind for kind in type(trainer).__mro__ if name in vars(kind) and kind.__name__ != "RingTrainerMixin")
     return vars(next(owners))[name]
 
 
-def is_async(function: Any) -> bool:
+def is_async(function: Callable[..., object]) -> bool:
     """Return True if TRL would await a reward function."""
     from trl.trainer.utils import is_async_callable
 

@@ -11,8 +11,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import Trainer, TrainingArguments
-from transformers.trainer_utils import seed_worker
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import PredictionOutput, TrainOutput, seed_worker
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.hf.agreed import agree_on
@@ -22,14 +23,16 @@ from ringspan.hf.classes import classifies
 from ringspan.hf.config import RingConfig
 from ringspan.hf.progress import load_adapter, load_optimizer, random_state_folder, save_optimizer
 from ringspan.hf.refusals import explained, refuse_accelerator, refuse_arguments, refuse_callback, refuse_optimizer
-from ringspan.hf.replicas import count_rings, without_repeats
+from ringspan.hf.replicas import RingAccelerator, count_rings, without_repeats
 from ringspan.hf.rollouts import count_generations, of_first, rollout_of_replica, share_rollouts
 from ringspan.hf.seams import OwnParts, TrainerSeams, check_seams, method_behind, plain_optimizer
 from ringspan.torch.consistency.calls import Call, check_call, preparing
 from ringspan.torch.data.batch import targets_of
 from ringspan.torch.data.padding import real_tokens
 from ringspan.torch.layers.modules import whole
+from ringspan.torch.layers.view import RingModel
 from ringspan.torch.runtime.mesh import wait_for
+from ringspan.torch.transport.collectives import T
 
 _SCHEDULER: Final = "scheduler.pt"
 _ARGUMENTS: Final = "training_args.bin"
@@ -61,43 +64,50 @@ class RingTrainerMixin(TrainerSeams):
             bases = (*cls.__bases__[: last + 1], OwnParts, *cls.__bases__[last + 1 :])
             cls.__bases__ = tuple(base for base in bases if base is not Trainer)
 
-    def __init__(self, *args: Any, ring: RingConfig | None = None, **kwargs: Any) -> None:
+    ring: RingConfig
+    ring_mesh: DeviceMesh
+    model: RingModel
+    accelerator: RingAccelerator
+    args: TrainingArguments
+    optimizer: torch.optim.Optimizer
+    lr_scheduler: torch.optim.lr_scheduler.LRScheduler
+
+    def __init__(self, *args: object, ring: RingConfig | None = None, **kwargs: object) -> None:
         self.ring = RingConfig() if ring is None else ring
         check_seams()
         super().__init__(*args, **kwargs)
-        ours: Any = self
-        refuse_optimizer(ours.optimizer, ours.model)
-        for callback in ours.callback_handler.callbacks:
+        refuse_optimizer(self.optimizer, self.model)
+        for callback in self.callback_handler.callbacks:
             refuse_callback(callback)
         share_rollouts(self)
         agree_on(self)
 
-    def train(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def train(self, *args: object, **kwargs: object) -> TrainOutput:
         """Train; one rank's error of a callback, data set or user function is raised on all."""
         with preparing(self.ring_mesh, "train"):
             return super().train(*args, **kwargs)
 
-    def evaluate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def evaluate(self, *args: object, **kwargs: object) -> dict[str, float]:
         """Evaluate; errors as in ``train``."""
         with preparing(self.ring_mesh, "evaluate"):
             return super().evaluate(*args, **kwargs)
 
-    def predict(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def predict(self, *args: object, **kwargs: object) -> PredictionOutput:
         """Predict; errors as in ``train``."""
         with preparing(self.ring_mesh, "predict"):
             return super().predict(*args, **kwargs)
 
-    def add_callback(self: Any, callback: Any) -> None:
+    def add_callback(self, callback: type[TrainerCallback] | TrainerCallback) -> None:
         """Add a callback, unless it would not be exact."""
         refuse_callback(callback)
         super().add_callback(callback)
 
-    def create_accelerator_and_postprocess(self: Any) -> None:
+    def create_accelerator_and_postprocess(self) -> None:
         """Create an accelerator that counts rings, and put the model on the mesh before anything inspects it."""
         refuse_arguments(self.args, self.ring)
         super().create_accelerator_and_postprocess()
         refuse_accelerator(self.accelerator)
-        self.ring_mesh: DeviceMesh = self.ring.make_mesh()
+        self.ring_mesh = self.ring.make_mesh()
         if self.args.ddp_timeout != TrainingArguments.ddp_timeout:  # which a group that is there, or on CPUs, lacks
             wait_for(self.ring_mesh, self.args.ddp_timeout)
         self.accelerator = count_rings(self.accelerator, self.ring_mesh, self.ring)
@@ -105,18 +115,18 @@ class RingTrainerMixin(TrainerSeams):
         if self.model is not None:
             self._put_on_ring(self.model)
 
-    def call_model_init(self: Any, trial: object = None) -> nn.Module:
+    def call_model_init(self, trial: object = None) -> nn.Module:
         model = super().call_model_init(trial)
         self._put_on_ring(model)
         return model
 
-    def _put_on_ring(self: Any, model: nn.Module) -> None:
+    def _put_on_ring(self, model: nn.Module) -> None:
         autocast = self.accelerator.autocast if self.accelerator.native_amp else None
         takes_whole_batches(model, self.ring_mesh, self.ring, autocast)
         if self.ring.shared_prefix and classifies(model):
             raise UnsupportedError("shared_prefix=True is for models that predict tokens, not labels; leave it out")
 
-    def get_train_dataloader(self: Any) -> Any:
+    def get_train_dataloader(self) -> DataLoader[Any]:
         """Return Trainer's batches, the same within a ring; random draws of workers are by replica too."""
         loader = super().get_train_dataloader()
         if getattr(loader, "worker_init_fn", None) is not None:
@@ -126,7 +136,9 @@ class RingTrainerMixin(TrainerSeams):
             balance_steps(self, loader)
         return loader
 
-    def get_batch_samples(self: Any, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | int | None]:
         """Return a step's batches, of equal number on all ranks before replicas count the targets together."""
         if self.accelerator.num_processes > 1:
             batches = list(islice(epoch_iterator, num_batches))
@@ -134,21 +146,21 @@ class RingTrainerMixin(TrainerSeams):
             epoch_iterator = iter(batches)
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
-    def get_total_train_batch_size(self: Any, args: Any) -> int:
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the examples per step: per replica, times accumulation, times replicas."""
         return self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
 
-    def floating_point_ops(self: Any, inputs: dict[str, Any]) -> int:
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         ranks = self.ring_mesh.size() // self.accelerator.num_processes
         return super().floating_point_ops(inputs) // ranks
 
-    def training_step(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+    def training_step(self, *args: object, **kwargs: object) -> Tensor:
         """Run Trainer's step; a loss with a penalty on weights may be a ``DTensor``."""
         with explained(method_behind(self, "compute_loss")):
             loss = super().training_step(*args, **kwargs)
         return whole(loss)
 
-    def compute_loss(self: Any, model: nn.Module, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: object, **kwargs: object) -> Any:
         """Compute the loss; a user's own function gets no label that padding would predict."""
         labels, ids = inputs.get("labels"), inputs.get("input_ids")
         asks = self.compute_loss_func is not None and not classifies(self.model)
@@ -158,7 +170,7 @@ class RingTrainerMixin(TrainerSeams):
         return super().compute_loss(model, inputs, *args, **kwargs)
 
     def prediction_step(
-        self: Any, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: list[str] | None = None
     ) -> tuple[Tensor | None, Any, Any]:
         """Run Trainer's step; return logits (B, S, V) in sequence order if wanted."""
         if not classifies(self.model):  # whose loss is its replica's own
@@ -168,16 +180,16 @@ class RingTrainerMixin(TrainerSeams):
         loss, logits, labels = found
         return None if loss is None else whole(loss), logits, labels
 
-    def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Save a folder that ``from_pretrained`` or PEFT opens; every rank calls it, rank 0 writes."""
-        folder = self.args.output_dir if output_dir is None else output_dir
+        folder = str(self.args.output_dir if output_dir is None else output_dir)
         self.model.save_pretrained(folder)
         super().save_model(output_dir, _internal_call)
 
-    def save_beside_model(self: Any, output_dir: str | None) -> None:
+    def save_beside_model(self, output_dir: str | None) -> None:
         if not self.args.should_save:
             return
-        folder = self.args.output_dir if output_dir is None else output_dir
+        folder = str(self.args.output_dir if output_dir is None else output_dir)
         tokenizer = self.processing_class
         if tokenizer is None:
             tokenizer = getattr(self.data_collator, "tokenizer", None)
@@ -185,7 +197,7 @@ class RingTrainerMixin(TrainerSeams):
             tokenizer.save_pretrained(folder)
         torch.save(self.args, os.path.join(folder, _ARGUMENTS))
 
-    def save_progress(self: Any, output_dir: str) -> None:
+    def save_progress(self, output_dir: str) -> None:
         """Save the optimizer's state, each rank its part; and the scheduler's, by rank 0."""
         optimizer = plain_optimizer(self.optimizer)
         step, layout = self.state.global_step, self.ring.layout
@@ -194,23 +206,23 @@ class RingTrainerMixin(TrainerSeams):
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 
-    def load_progress(self: Any, checkpoint: str) -> None:
+    def load_progress(self, checkpoint: str) -> None:
         load_optimizer(Path(checkpoint), self.model, plain_optimizer(self.optimizer))
         state = torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True)
         self.lr_scheduler.load_state_dict(state)
 
-    def load_adapter_weights(self: Any, checkpoint: str) -> bool:
+    def load_adapter_weights(self, checkpoint: str) -> bool:
         return load_adapter(Path(checkpoint), self.model)
 
     def rollout(self) -> AbstractContextManager[None]:
         return rollout_of_replica(self)
 
-    def first_ranks(self: Any, answer: object) -> Any:
+    def first_ranks(self, answer: T) -> T:
         """Return a tool's answer on the ring's first rank: on others it may differ, or fail."""
         return of_first(answer, self.ring_mesh)
 
     @contextmanager
-    def random_state_of_replica(self: Any, checkpoint: str) -> Iterator[str]:
+    def random_state_of_replica(self, checkpoint: str) -> Iterator[str]:
         with random_state_folder(Path(checkpoint), self.args.process_index, self.args.world_size) as folder:
             yield folder
 
