@@ -14,7 +14,6 @@ DROPPED = re.compile(
 )
 # By file, the parts of lines in which a word has its ordinary use, or is what a file on disk says.
 ALLOWED = {
-    "ringspan/cli/plan_tables.py": ("with its letters and units",),
     "ringspan/jax/kernels/pallas.py": ("has a letter for each array",),
     # The keys of a profile that is written as JSON.
     "ringspan/measure/trace/profile.py": ("``passages``", "passages: list[dict", "self.passages", "passages=["),

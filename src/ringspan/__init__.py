@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ringspan.torch.data.sharding import shard, unshard
     from ringspan.torch.data.tree import share_prefixes
     from ringspan.torch.from_pretrained import from_pretrained
-    from ringspan.torch.memory.host_optimizer import HostAdamW
+    from ringspan.torch.memory.adamw import HostAdamW
     from ringspan.torch.model.tasks.hidden_states import global_sum, shard_features
     from ringspan.torch.model.tasks.logprobs import token_logprobs
     from ringspan.torch.parallelize import parallelize
@@ -49,7 +49,7 @@ _NAMES = {
     "torch.data.sharding": ("shard", "unshard"),
     "torch.data.tree": ("share_prefixes",),
     "torch.from_pretrained": ("from_pretrained",),
-    "torch.memory.host_optimizer": ("HostAdamW",),
+    "torch.memory.adamw": ("HostAdamW",),
     "torch.model.tasks.hidden_states": ("global_sum", "shard_features"),
     "torch.model.tasks.logprobs": ("token_logprobs",),
     "torch.parallelize": ("parallelize",),

@@ -16,7 +16,7 @@ from ringspan.plan.model.configs import MODELS
 from ringspan.plan.planner import make_plan
 from ringspan.plan.search import Question
 from ringspan.plan.snippet import python_call, toml_tables, train_command
-from ringspan.torch.memory.host_optimizer import HostAdamW
+from ringspan.torch.memory.adamw import HostAdamW
 from ringspan.train.config.load import load_config
 
 MINIMAL = '[model]\npath = "a-model"\n[data]\npaths = ["text"]\nsequence_length_tokens = 2\n'

@@ -306,7 +306,6 @@ def _own_name(rank: int, name: str) -> str:
 
 
 def _remove(folder: Path) -> None:
-    """Remove a checkpoint so that an interrupted removal leaves none that is valid."""
     # By another name first, since removing a folder takes a while and may be cut short.
     doomed = folder.with_name(f"{folder.name}.tmp-old")
     shutil.rmtree(doomed, ignore_errors=True)

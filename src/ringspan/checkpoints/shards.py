@@ -19,8 +19,7 @@ from ringspan.core.errors import CheckpointError
 from ringspan.core.files.disk import sync_file, sync_folder
 from ringspan.core.files.signed import file_digest
 from ringspan.core.messages.lines import refused
-
-_Slices = tuple[slice, ...]
+from ringspan.torch.weights.deferred import Region, overlap, region_at
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ def opened_shards(folder: Path) -> Iterator[Callable[[str], Any]]:
 
 def read_chunk(chunk: Chunk, name: str, entry: TensorEntry, folder: Path, shard: Callable[[str], Any]) -> None:
     for piece in entry.pieces:
-        if meeting := _meeting(chunk, piece):
+        if meeting := overlap(region_at(chunk.offset, chunk.data.shape), region_at(piece.offset, piece.shape)):
             here, there = meeting
             path, dtype = folder / piece.file, chunk.data.dtype
             chunk.data[here].copy_(_read_slice(shard(piece.file), path, name, piece, there, dtype))
@@ -129,19 +128,7 @@ def _plain(data: Tensor) -> Tensor:
     return data if type(data) is Tensor else torch.empty(data.shape, dtype=data.dtype, device=data.device)
 
 
-def _meeting(chunk: Chunk, piece: Piece) -> tuple[_Slices, _Slices] | None:
-    """Return the overlap of chunk and piece in the indices of each, or None."""
-    here, there = [], []
-    for first, size, start, length in zip(chunk.offset, chunk.data.shape, piece.offset, piece.shape, strict=True):
-        low, high = max(first, start), min(first + size, start + length)
-        if low >= high:
-            return None
-        here.append(slice(low - first, high - first))
-        there.append(slice(low - start, high - start))
-    return tuple(here), tuple(there)
-
-
-def _read_slice(shard: safe_open, path: Path, name: str, piece: Piece, part: _Slices, dtype: torch.dtype) -> Tensor:
+def _read_slice(shard: safe_open, path: Path, name: str, piece: Piece, part: Region, dtype: torch.dtype) -> Tensor:
     with refused(f"{path}: {name}", SafetensorError, OSError, ValueError, error_type=CheckpointError):
         stored = shard.get_slice(name)
         if tuple(stored.get_shape()) != piece.shape:

@@ -15,6 +15,10 @@ CacheDtype = Annotated[
     str, typer.Option(help="Dtype of cached keys and values: auto (the model's), float32, bfloat16, fp8, int8 or int4.")
 ]
 Dtype = Annotated[str, typer.Option(help="Dtype of the model: auto (as saved), float32 or bfloat16.")]
+LocalRanks = Annotated[
+    int | None,
+    typer.Option(min=1, max=1024, help="Local processes; default: one per CUDA device, else two. Not under torchrun."),
+]
 Nproc = Annotated[
     int | None,
     typer.Option(help="Local processes to start; default: one per CUDA device, else one. Not under torchrun."),

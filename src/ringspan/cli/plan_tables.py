@@ -160,7 +160,6 @@ def _received(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _block(out: Console, answer: Plan, result: dict[str, Any]) -> None:
-    """Print the published condition for hiding a block's transfer, with its letters and units."""
     if answer.setting.ring == 1:
         return
     device, blocks = answer.question.device, result["min_block_tokens"]
@@ -176,7 +175,6 @@ def _block(out: Console, answer: Plan, result: dict[str, Any]) -> None:
 
 
 def _snippets(out: Console, answer: Plan, layouts: Sequence[LayoutCost], *, fits: bool) -> None:
-    """Print the configuration of the fastest layout, or of the longest sequence if the plan does not fit."""
     question, setting = answer.question, answer.setting if fits else answer.longest
     if fits and layouts:
         setting = replace(layouts[0].setting, layout=layouts[0].layout)  # pyright: ignore[reportArgumentType]

@@ -117,7 +117,6 @@ class Answers:
 
 
 def _is_drawn(asked: tuple[Any, ...]) -> bool:
-    """Return True for an answer drawn at random, each time again, as with lm-eval's own cache."""
     return isinstance(asked[-1], dict) and bool(asked[-1].get("do_sample"))
 
 

@@ -23,10 +23,6 @@ def is_installed(module: str) -> bool:
         return False
 
 
-def has_triton() -> bool:
-    return is_installed("triton")
-
-
 def interprets_triton() -> bool:
     """Return whether Triton's interpreter stands in for a GPU: slow, for tests."""
-    return has_triton() and os.environ.get("TRITON_INTERPRET") == "1"
+    return is_installed("triton") and os.environ.get("TRITON_INTERPRET") == "1"

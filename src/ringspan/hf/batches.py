@@ -227,7 +227,6 @@ def _everywhere(model: Any, numbers: Tensor) -> Tensor:
 
 
 def _with_loss(output: Mapping[str, Any], loss: Tensor) -> Any:
-    """Return the output with its loss in front, where Trainer looks for it."""
     kind: Any = MoeCausalLMOutputWithPast if "aux_loss" in output else CausalLMOutputWithPast
     return kind(**{"loss": loss} | dict(output))
 

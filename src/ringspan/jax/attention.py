@@ -162,11 +162,7 @@ def _attention_forward(geometry: ring.Ring, q: Array, k: Array, v: Array, sinks:
     return out, (q, k, v, sinks, out, lse)
 
 
-def _attention_backward(geometry: ring.Ring, saved: tuple[Array, ...], dout: Array):
-    return ring.backward(geometry, dout, *saved)
-
-
-_attention.defvjp(_attention_forward, _attention_backward)
+_attention.defvjp(_attention_forward, lambda geometry, saved, dout: ring.backward(geometry, dout, *saved))
 
 
 def sharded_ring_attention(

@@ -109,7 +109,6 @@ def _array(name: str, value: object) -> np.ndarray:
 
 
 def _check_integers(name: str, values: np.ndarray) -> None:
-    """Refuse what int32 would change: fractions, and too large numbers."""
     if not np.issubdtype(values.dtype, np.integer):
         raise UnsupportedError(f"{name} must be integers, got {values.dtype}")
     bounds = np.iinfo(np.int32)

@@ -1,7 +1,6 @@
 """A setting to paste: tables of a training file, the command, the call in Python."""
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 from ringspan.core.arguments import FREE_CHUNK_TOKENS
@@ -18,7 +17,8 @@ def toml_tables(question: Question, setting: Setting) -> str:
     tables = {"mesh": mesh, "attention": _sent(setting), "memory": _kept(setting), "optimizer": optimizer}
     if question.shape.lora:
         tables["adapter"] = {"rank": question.shape.lora}
-    return "\n\n".join("\n".join([f"[{name}]", *_assignments(table)]) for name, table in tables.items())
+    lines = ([f"[{name}]", *(f"{key} = {json.dumps(x)}" for key, x in table.items())] for name, table in tables.items())
+    return "\n\n".join(map("\n".join, lines))
 
 
 def train_command(question: Question, setting: Setting, file: str, *, documents: bool = False) -> str:
@@ -72,7 +72,3 @@ def _kept(setting: Setting) -> dict[str, Any]:
     if setting.offload != "none":
         kept["offload"] = setting.offload
     return kept
-
-
-def _assignments(table: dict[str, Any]) -> Iterator[str]:
-    return (f"{key} = {json.dumps(value)}" for key, value in table.items())

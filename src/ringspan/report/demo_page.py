@@ -165,12 +165,10 @@ def _setting(result: dict[str, Any]) -> str:
 
 
 def _gradients(proof: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the gradients' rows, worst first; NaN is the worst."""
     return sorted(proof["gradients"], key=lambda row: (isfinite(d := row["relative_difference"]), -d))
 
 
 def _number(value: object, form: str = "") -> str:
-    """Format a number with separators, in ``form`` if given; a missing one, which was not finite, as such."""
     if value is None:
         return "not a number"
     return format(value, form or ("," if isinstance(value, int) else ".5g" if isinstance(value, float) else ""))

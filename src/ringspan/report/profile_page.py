@@ -109,7 +109,6 @@ def memory_figure(profiles: Sequence[RankProfile], most: int = _MOMENTS) -> "Fig
 
 
 def _peaks(values: Sequence[float], most: int) -> list[int]:
-    """Return the index of the maximum of at most ``most`` runs of neighbours; all of few."""
     num_runs = min(most, len(values))
     bounds = [run * len(values) // num_runs for run in range(num_runs + 1)]
     return [max(range(start, stop), key=values.__getitem__) for start, stop in pairwise(bounds)]
@@ -139,7 +138,6 @@ Bar = tuple[int, float, float, str]
 
 
 def _lanes(profiles: Sequence[RankProfile]) -> Iterator[tuple[str, str, list[Bar]]]:
-    """Return kind, colour and bars; later ones are drawn over earlier ones."""
     hops: list[Bar] = []
     blocks: dict[bool, list[Bar]] = {False: [], True: []}
     waits: list[Bar] = []

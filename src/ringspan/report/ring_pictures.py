@@ -36,7 +36,7 @@ def ring_picture(layout: Layout, mask: Mask, name: str | None = None) -> "Figure
     spoken = ", ".join(f"rank {rank} {share:.1f} %" for rank, share in enumerate(shares))
     figure, page = draw.canvas(
         440,
-        top + side + 34 + _legend_height(layout.ranks),
+        top + side + 34 + 4 + 22 * (ceil(layout.ranks / (2 if layout.ranks > 4 else 1)) + (layout.ranks > 1)),
         f"Who computes what: {heading}, {layout.length:,} positions. Share of the work: {spoken}.",
     )
     draw.text(page, 4, 18, heading, strong=True)
@@ -123,7 +123,6 @@ def _draw_tiles(square: "Axes", layout: Layout, rank: int, hop: Hop, scale: floa
 
 
 def _pieces(layout: Layout, rank: int, hop: Hop) -> Iterator[list[Point]]:
-    """Return the hop's tiles as polygons over (key position, query position), in units of a position."""
     queries, keys = layout.spans(rank), layout.spans(hop.owner)
     for tile in hop.tiles:
         if queries[0].step > 1:
@@ -160,7 +159,6 @@ def _polygons(tile: Tile, queries: Sequence[Span], keys: Sequence[Span]) -> Iter
 
 
 def _stored(spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
-    """Return each span with the local index of its first token."""
     index = 0
     for span in spans:
         yield index, span
@@ -226,12 +224,7 @@ def _runs(span: Span, length: int) -> Iterator[tuple[int, int]]:
     yield from ((start, min(start + size_of_run, length)) for start in starts if start < length)
 
 
-def _legend_height(ranks: int) -> int:
-    return 22 * (ceil(ranks / (2 if ranks > 4 else 1)) + (ranks > 1)) + 4
-
-
 def _draw_work_legend(page: "Axes", shares: list[float], top: float) -> None:
-    """Draw a bar per rank, in two columns from five ranks on, with the even share marked."""
     columns = 2 if len(shares) > 4 else 1
     pitch, longest = 432 / columns, max(*shares, 1e-9) if len(shares) > 1 else 100.0
     bar = pitch - 136

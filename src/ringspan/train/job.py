@@ -260,7 +260,6 @@ def evaluate(job: Job, sequences: Sequences) -> float:
 def _checkpoint(
     config: TrainConfig, model_config: PreTrainedConfig, ring: int, dtype: torch.dtype
 ) -> tuple[CheckpointName, int]:
-    """Resolve "auto" to a checkpoint policy and layers per input."""
     memory = config.memory
     layers = None if memory.layers_per_checkpoint == "auto" else memory.layers_per_checkpoint
     if config.model.compile is not False:

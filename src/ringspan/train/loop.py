@@ -247,7 +247,6 @@ class _Run:
             )
 
     def _resume(self) -> None:
-        """Resume from the newest valid checkpoint and report those passed over; refuse a finished run."""
         if self._record.is_new:
             return
         found = self._checkpoints.find()
@@ -290,7 +289,6 @@ class _Run:
         self._eval_loss, self._eval_step = state["eval_loss"], state.get("eval_step")
 
     def _rewind(self) -> bool:
-        """Rewind to the newest checkpoint and continue with the data after this step; False without one."""
         with self._watchdog.doing("rewinding"):
             self._notice(self._checkpoints.wait())
             found = self._checkpoints.find()

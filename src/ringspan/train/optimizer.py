@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.extras import require
-from ringspan.torch.memory.host_optimizer import HostAdamW
-from ringspan.torch.memory.rounding import RoundingAdamW
+from ringspan.torch.memory.adamw import HostAdamW, RoundingAdamW
 from ringspan.train.config.tables import OptimizerConfig
 
 

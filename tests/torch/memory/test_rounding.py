@@ -12,8 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import ringspan as rs
 from ringspan.core.errors import ConfigError
-from ringspan.torch.memory.host_optimizer import HostAdamW
-from ringspan.torch.memory.rounding import RoundingAdamW, rounded
+from ringspan.torch.memory.adamw import HostAdamW, RoundingAdamW, rounded
 from ringspan.train.config.tables import OptimizerConfig
 from ringspan.train.optimizer import build_optimizer
 from tests.torch.models import build, tokens

@@ -3,11 +3,11 @@
 import json
 import os
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
-from ringspan.cli.checks import AsJson, refuse_under_torchrun
+from ringspan.cli.checks import AsJson, LocalRanks, refuse_under_torchrun
 from ringspan.cli.console import console, facts, paragraph, silent, table, working
 from ringspan.core.messages.units import shown_bandwidth, shown_bytes, shown_speed
 from ringspan.torch.runtime.environment import is_rank
@@ -23,12 +23,7 @@ EPILOG = (
 
 
 def command(
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=1024, help="Local processes; default: one per CUDA device, else two. Not under torchrun."
-        ),
-    ] = None,
+    ranks: LocalRanks = None,
     as_json: AsJson = False,
 ) -> None:
     """Report devices, kernels, back ends and speed of this machine, what is missing or wrong, and the remedies.

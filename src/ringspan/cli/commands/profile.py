@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ringspan.cli.checks import AsJson, check_folder, refuse_under_torchrun
+from ringspan.cli.checks import AsJson, LocalRanks, check_folder, refuse_under_torchrun
 from ringspan.cli.commands import plan
 from ringspan.cli.console import say
 from ringspan.cli.ranks import on_ranks
@@ -29,12 +29,7 @@ EPILOG = (
 
 def command(
     model: plan.Model = "qwen3-0.6b",
-    ranks: Annotated[
-        int | None,
-        typer.Option(
-            min=1, max=1024, help="Local processes; default: one per CUDA device, else two. Not under torchrun."
-        ),
-    ] = None,
+    ranks: LocalRanks = None,
     length: plan.Length = 4096,
     batch: Annotated[int, typer.Option(min=1, max=1 << 30, help="Sequences per micro-step.")] = 1,
     layout: Annotated[str, typer.Option(help="zigzag, striped or contiguous.")] = "zigzag",

@@ -63,7 +63,6 @@ def command(
 
 
 def _measured(answer: "Plan", measured: "Rehearsal") -> dict[str, Any]:
-    """Return the measurement in the plan's terms; a step is all of its micro-steps."""
     import torch
 
     from ringspan.measure.machine import describe_machine, measure_flops

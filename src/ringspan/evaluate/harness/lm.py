@@ -327,7 +327,6 @@ def _longest_first(ids: list[int]) -> tuple[int, list[int]]:
 
 
 def _not_scored(asked: Sequence[str]) -> ConfigError:
-    """Build the error for a request without a token of, or before, the scored text."""
     return ConfigError(
         f"the request {shortened(repr(tuple(asked)))} has no token in its context or its continuation; leave the item "
         "out of the task"

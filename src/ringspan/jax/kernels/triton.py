@@ -71,7 +71,7 @@ class TritonKernel(Kernel):
         tables = [jnp.asarray(x)[row] for x in (program.tiles, *lists)]
         is_new = "out_type" in signature(triton_call).parameters
         number = float if is_new else np.float32  # an older one makes a float64 of a float
-        strides = [stride for x in arrays if x is not without_strides for stride in _strides(x)]
+        strides = [prod(x.shape[n + 1 :]) for x in arrays if x is not without_strides for n in range(3)]
         numbers = [heads, heads, *sizes, number(self.scale), number(self.softcap or 0), 0, *strides]
         options |= tuning.options(
             q.shape[-1], v.shape[-1], is_float32=q.dtype == jnp.float32, has_cap=self.softcap is not None
@@ -117,7 +117,3 @@ def _tuned(name: str, row_bytes: int, first: int, stop: int) -> Any:
         return tuning.interpreted(program)
     blocks = getattr(tuning, name.upper())
     return triton.autotune(blocks.configs(row_bytes), key=program.arg_names[first:stop])(program)
-
-
-def _strides(x: Array) -> list[int]:
-    return [prod(x.shape[n + 1 :]) for n in range(3)]

@@ -124,7 +124,8 @@ class XlaKernel(Kernel):
             products = _dot(rows, k_chunk, ((1,), (1,)), part.top.dtype)
             scores, _ = self.scores(products)
             if query is None:
-                highest = self._highest(products)
+                # Scores grow with products, so only the highest is computed.
+                highest = self.scores(products.max(-1) if self.scale >= 0 else products.min(-1))[0]
             else:
                 allowed = self._allowed(query, key, *bands)
                 scores = jnp.where(allowed, scores.reshape(-1, queries, keys), -jnp.inf).reshape(scores.shape)
@@ -202,10 +203,6 @@ class XlaKernel(Kernel):
             return leave(query, sums, visit(rows, key, part, query, (bands[0], bands[1])))
 
         return _loop(work.num_partial, cut_pair, _loop(work.num_runs, run, sums))
-
-    def _highest(self, products: Array) -> Array:
-        """Return each row's highest score; scores grow with products, so only the highest is computed."""
-        return self.scores(products.max(-1) if self.scale >= 0 else products.min(-1))[0]
 
     def _allowed(self, query: Array, key: Array, first: Array, count: Array, *, keys_first: bool = False) -> Array:
         """Return a chunk pair's allowed pairs. bool (query chunk, key chunk), or keys first."""

@@ -31,7 +31,7 @@ from ringspan.torch.data.batch import shard_batch
 from ringspan.torch.kernels import registered
 from ringspan.torch.kernels.device import ChunkSize, DeviceRules, ruled_by, rules_of
 from ringspan.torch.kernels.local.eager import Eager
-from ringspan.torch.memory.host_optimizer import HostAdamW
+from ringspan.torch.memory.adamw import HostAdamW
 from ringspan.torch.model.support import refuse_config
 from ringspan.torch.parallelize import put_on_mesh
 from ringspan.torch.runtime.mesh import make_mesh

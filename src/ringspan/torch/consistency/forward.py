@@ -205,7 +205,6 @@ def _check_layout(
 
 
 def _check_skipped(token: int, input_ids: Tensor, is_real: Tensor) -> None:
-    """Raise for a pad token inside a text, which moves later positions on all ranks."""
     if bool(((input_ids == token) & is_real).any()):
         raise UnsupportedError(
             f"input_ids has the pad token {token} where no padding is marked: this model skips it when it counts "

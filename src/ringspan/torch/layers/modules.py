@@ -76,14 +76,15 @@ def mix_in(module: nn.Module, mixin: type, **attributes: object) -> None:
     behind: tuple[type, ...] = (mixin, plain)
     if "forward" in vars(module):
         own = vars(module).pop("forward")
-        behind = mixin, type(plain.__name__, (plain,), {"__module__": plain.__module__, "forward": _as_method(own)})
+        behind = (
+            mixin,
+            type(
+                plain.__name__, (plain,), {"__module__": plain.__module__, "forward": lambda _, *a, **k: own(*a, **k)}
+            ),
+        )
     methods = {name: value for name, value in attributes.items() if inspect.isfunction(value)}
     module.__class__ = type(plain.__name__, behind, {"__module__": plain.__module__, **methods})
     vars(module).update({name: value for name, value in attributes.items() if name not in methods})
-
-
-def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda _, *args, **kwargs: function(*args, **kwargs)
 
 
 def refusing(why: str) -> Callable[..., Never]:

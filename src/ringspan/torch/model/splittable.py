@@ -1,6 +1,6 @@
 """Checks that a model's weights can be split over ranks."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
@@ -178,12 +178,9 @@ def _refuse_shared_memory(name: str, model: nn.Module) -> None:
 def _refuse_mixed_types(name: str, parameters: dict[str, nn.Parameter]) -> None:
     types = {parameter.dtype: path for path, parameter in parameters.items() if parameter.requires_grad}
     if len(types) > 1:
+        listed = " and ".join(f"{path} in {str(dtype).removeprefix('torch.')}" for dtype, path in types.items())
         raise UnsupportedError(
-            f"{name} trains {_listed(types.items())}: those of one layer, and those outside of layers, must be of one "
+            f"{name} trains {listed}: those of one layer, and those outside of layers, must be of one "
             "type. Load it in float32 and use parallelize(compute_dtype=torch.bfloat16); or, with PEFT, "
             "get_peft_model(..., autocast_adapter_dtype=False)"
         )
-
-
-def _listed(types: Iterable[tuple[torch.dtype, str]]) -> str:
-    return " and ".join(f"{path} in {str(dtype).removeprefix('torch.')}" for dtype, path in types)

@@ -176,7 +176,6 @@ def say_shifted(model: PreTrainedModel) -> None:
 
 
 def _find_head(view: ModelView, plain: nn.Module) -> FoundHead:
-    """Return a model's head, run on made-up hidden states; raise for other logits or losses."""
     model, names = view.model, _behind_decoder(view, plain)
     wrong = ""
     for parts in ((), names) if names else ((),):

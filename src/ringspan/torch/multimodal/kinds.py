@@ -198,7 +198,6 @@ def grid_positions(model: RingModel, kind: Kind, media: Media, lengths: Tensor |
 
 
 def _types(model: RingModel, kind: Kind, tokens: Tensor) -> Tensor:
-    """Return 0 for text, else the number of the token's modality."""
     types = torch.zeros_like(tokens)
     for number, modality in enumerate(kind.modalities, 1):
         types[is_of(model, modality, tokens)] = number

@@ -121,7 +121,7 @@ def _part(tensor: Deferred, region: Region) -> Tensor:
         return origin.read(region)
     rule = _RULES.get(origin.function)
     if rule is not None:
-        return rule(region, *origin.args, **origin.kwargs, **_numbered(origin.index))
+        return rule(region, *origin.args, **origin.kwargs, **({} if origin.index is None else {"index": origin.index}))
     result = origin.function(*tree_map(_whole_of, origin.args), **tree_map(_whole_of, origin.kwargs))
     return (result if origin.index is None else tree_flatten(result)[0][origin.index])[region]
 
@@ -169,7 +169,21 @@ def held_regions(parameter: DTensor) -> list[Region]:
         return []
     # The places that torch.distributed.checkpoint plans with, for every kind of sharding.
     places = parameter.__create_chunk_list__()
-    return [tuple(slice(at, at + n) for at, n in zip(p.offsets, p.sizes, strict=True)) for p in places]
+    return [region_at(place.offsets, place.sizes) for place in places]
+
+
+def region_at(offsets: Sequence[int], sizes: Sequence[int]) -> Region:
+    return tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
+
+
+def overlap(one: Region, other: Region) -> tuple[Region, Region] | None:
+    """Return the overlap of two parts of a tensor, in the indices of each; None without one."""
+    both = [(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(one, other, strict=True)]
+    if any(low >= high for low, high in both):
+        return None
+    firsts = ([each.start for each in part] for part in (one, other))
+    here, there = (tuple(slice(a - f, b - f) for (a, b), f in zip(both, first, strict=True)) for first in firsts)
+    return here, there
 
 
 def shape_of(region: Region) -> tuple[int, ...]:
@@ -198,10 +212,6 @@ _VIEWS: Final[dict[Any, Callable[..., Region]]] = {
     _aten.detach.default: _unchanged,
     _aten.select.int: _selected,
 }
-
-
-def _numbered(index: int | None) -> dict[str, int]:
-    return {} if index is None else {"index": index}
 
 
 def _whole_of(x: object) -> object:

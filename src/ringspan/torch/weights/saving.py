@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from ringspan.torch.transport.collectives import gather_over
-from ringspan.torch.weights.deferred import Deferred, Region, deferred, shape_of
+from ringspan.torch.weights.deferred import Deferred, Region, deferred, overlap, region_at, shape_of
 from ringspan.torch.weights.writing import WeightsPlan
 
 Vote = Callable[[str, Exception | None], None]
@@ -41,7 +41,7 @@ class _Shards:
         is_writer = rank == self.writer
         result = torch.empty(shape_of(region), dtype=self.dtype, device="cpu" if is_writer else "meta")
         for held in self.everyone:
-            meeting = _meeting(region, held)
+            meeting = overlap(region, region_at(held.offsets, held.sizes))
             if meeting is None:
                 continue
             here, there = meeting
@@ -123,7 +123,6 @@ def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _held_by_me(tensor: Tensor, writer: int) -> _Held | None:
-    """Return this rank's share to send; the first of equal holders sends."""
     rank = dist.get_rank()
     if not isinstance(tensor, DTensor):
         return _Held(rank, (0,) * tensor.ndim, tuple(tensor.shape)) if rank == writer else None
@@ -133,16 +132,3 @@ def _held_by_me(tensor: Tensor, writer: int) -> _Held | None:
     local: Any = tensor
     (place,) = local.__create_chunk_list__()
     return _Held(rank, tuple(place.offsets), tuple(place.sizes)) if tensor.to_local().numel() else None
-
-
-def _meeting(region: Region, held: _Held) -> tuple[Region, Region] | None:
-    """Return the overlap of a part and a rank's, in the indices of each; None without one."""
-    here: list[slice] = []
-    there: list[slice] = []
-    for wanted, offset, size in zip(region, held.offsets, held.sizes, strict=True):
-        low, high = max(wanted.start, offset), min(wanted.stop, offset + size)
-        if low >= high:
-            return None
-        here.append(slice(low - wanted.start, high - wanted.start))
-        there.append(slice(low - offset, high - offset))
-    return tuple(here), tuple(there)

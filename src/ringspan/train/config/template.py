@@ -38,7 +38,6 @@ def config_template(name: str) -> str:
 
 
 def _key(key: str, field: FieldInfo, path: str) -> Iterator[str]:
-    """Write a key's comment and line: its default after a #, or an example if required."""
     yield from _comment(" ".join((field.description or "").split()))
     default: Any = field.default
     if default is PydanticUndefined or path == _BEGUN:

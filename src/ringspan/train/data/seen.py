@@ -115,7 +115,6 @@ class SeenSequences:
         return found
 
     def _processed(self, example: Example) -> dict[str, Any]:
-        """Process a conversation into tensors with a first dimension of one, or of images."""
         messages = copy.deepcopy(example.messages)  # which some versions of transformers change
         for part in (part for message in messages for part in message["content"]):
             if part["type"] == "video" and isinstance(part["video"], list):

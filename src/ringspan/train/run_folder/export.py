@@ -132,7 +132,6 @@ def scratch_beside(folder: Path) -> Iterator[Path]:
 
 
 def _together(model: RingModel, work: Callable[[], None] | Exception | None) -> None:
-    """Call ``voted``; a full disk or short memory is a CheckpointError."""
 
     def attempt() -> None:
         try:

@@ -109,7 +109,6 @@ def check_run(config: TrainConfig) -> RunRecord:
 
 
 def _refuse_finished(config: TrainConfig) -> None:
-    """Raise ConfigError for a finished run by its folder; its checkpoints are not opened."""
     run = Path(config.run)
     try:
         step = int(read_small(run / EXPORTED))

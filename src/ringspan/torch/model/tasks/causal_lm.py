@@ -197,14 +197,12 @@ def _local_logprobs(model: RingModel, hidden: Tensor, targets: Tensor) -> Tensor
 
 
 def _everywhere(model: RingModel, local: Tensor, length: int, document_lengths: Tensor | None) -> Tensor:
-    """Return each token's number, (B, S), on every rank of the ring."""
     ring = model.ring_mesh["ring"]
     split = BatchLayout.of(model.ring_layout, length, ring.size(), document_lengths, model.ring_folds)
     return Unsharded.apply(local, split, ring.get_group())
 
 
 def _in_folds(model: RingModel, call: Callable[..., Any], kwargs: dict[str, Any]) -> object:
-    """Compute what ``forward`` returns of a sequence in folds."""
     asked = _asked(kwargs)
     if asked is Asked.LOGPROBS:
         lengths = kwargs.get("document_lengths")

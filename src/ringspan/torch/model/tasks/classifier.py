@@ -137,7 +137,6 @@ class RingClassifier(RingCausalLM):
 
 
 def _refuse_padding(model: RingModel, is_here: Tensor, real: Tensor | None) -> None:
-    """Refuse logits of padding, which differ from one process's, on all ranks of all replicas."""
     of_padding = torch.zeros_like(is_here) if real is None else is_here & ~real
     found = torch.where(of_padding.any(1), torch.arange(1, len(is_here) + 1, device=is_here.device), 0).amax()
     for axis in ("ring", "replicate"):

@@ -18,6 +18,7 @@ from ringspan.torch.consistency.fixed import Fixed, check_fixed
 from ringspan.torch.consistency.forward import in_pass, pass_facts, recovering
 from ringspan.torch.consistency.loop_watch import watch_backward
 from ringspan.torch.data.sharding import shard
+from ringspan.torch.layers.decoder import text_config
 from ringspan.torch.layers.modules import class_name, forward_of
 from ringspan.torch.layers.positions import beyond_table, refuse_rope_by_length
 from ringspan.torch.layers.router_loss import refuse_router_loss
@@ -66,8 +67,7 @@ def _refuse_not_causal(name: str, decoder: PreTrainedModel) -> None:
     if like.is_meta:
         return
     generator = torch.Generator().manual_seed(0)
-    size = decoder.config.get_text_config(decoder=True).hidden_size
-    hidden, other = torch.randn(2, 1, 4, size, generator=generator).to(like)
+    hidden, other = torch.randn(2, 1, 4, text_config(decoder.config).hidden_size, generator=generator).to(like)
     modes = {module: module.training for module in decoder.modules()}
     decoder.eval()
     try:
