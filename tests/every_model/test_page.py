@@ -60,14 +60,15 @@ def test_a_tiny_config_has_two_layers_of_each_kind():
     for row in FACTS["rows"]:
         if "error" not in row.get("sequence", {}) or row["kind"].endswith(MULTIMODAL):  # whose towers know others
             continue
-        config = tiny_config(row["kind"]).get_text_config(decoder=True)
+        whole = tiny_config(row["kind"])
+        config = whole.get_text_config(decoder=True)
         counts = Counter(
             (*(getattr(config, "layer_types", None) or ()), *(getattr(config, "mlp_layer_types", None) or ()))
         )
         for kind in ("full_attention", "linear_attention"):  # which a hybrid layer has both of
             counts[kind] += counts["hybrid"]
         counts["full_attention"] += counts["indexed_attention"]  # which the config of dots3 makes of it
-        model = auto_class(row["kind"])._model_mapping[type(tiny_config(row["kind"]))]
+        model = auto_class(row["kind"])._model_mapping[type(whole)]
         source = inspect.getsource(sys.modules[model.__module__])
         for kind in ALLOWED_LAYER_TYPES:
             assert f'"{kind}"' not in source or counts[kind] >= 2, f"{row['kind']} has {counts[kind]} of {kind}"

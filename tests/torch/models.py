@@ -102,11 +102,16 @@ def check(results: list[Any], expected: Any, limits: tuple[float, float] = (1e-6
     """Each rank's loss and gradients are those expected, within a limit each."""
     for loss, gradients in results:
         assert relative(loss, expected[0]) < limits[0]
-        assert gradients.keys() == expected[1].keys()
-        for name, gradient in expected[1].items():
-            assert (gradients[name] is None) == (gradient is None), name
-            assert gradient is None or relative(gradients[name], gradient) < limits[1], name
-            assert gradient is None or gradients[name].dtype == gradient.dtype, name
+        close_by_name(gradients, expected[1], limits[1])
+
+
+def close_by_name(found: dict[str, Any], expected: dict[str, Any], limit: float = 1e-5) -> None:
+    """Gradients or weights are those expected, or None alike, in their dtypes."""
+    assert found.keys() == expected.keys()
+    for name, wanted in expected.items():
+        assert (found[name] is None) == (wanted is None), name
+        assert wanted is None or relative(found[name], wanted) < limit, name
+        assert wanted is None or found[name].dtype == wanted.dtype, name
 
 
 def kept_bytes(module: Any, hidden: Tensor) -> int:

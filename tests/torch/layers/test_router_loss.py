@@ -13,7 +13,7 @@ from ringspan.torch.layers.blockwise.blocks import RouterRecorder, run_in_blocks
 from ringspan.torch.layers.router_loss import RouterLoss
 from tests.cases import long
 from tests.every_model.tiny import tiny_model
-from tests.torch.models import build, relative, tokens, whole_gradients
+from tests.torch.models import build, close_by_name, relative, tokens, whole_gradients
 from tests.torch.test_parallelize import restarting
 
 LENGTH = 37
@@ -84,9 +84,7 @@ def compare(results: list[Any], expected: Any) -> None:
     for result in results:
         assert relative(result["auxiliary"], expected["auxiliary"]) < 1e-6
         assert relative(result["loss"], expected["loss"]) < 1e-6
-        for name, gradient in expected["gradients"].items():
-            if gradient is not None:
-                assert relative(result["gradients"][name], gradient) < 1e-5, name
+        close_by_name(result["gradients"], expected["gradients"])
 
 
 KINDS = [
@@ -196,5 +194,4 @@ def scores_and_gradients(chunk_tokens: int) -> tuple[Tensor, dict[str, Tensor]]:
 def test_router_scores_in_blocks_are_whole_with_gradients():
     (scores, gradients), (whole_scores, whole_gradients) = scores_and_gradients(5), scores_and_gradients(0)
     assert relative(scores, whole_scores) < 1e-6
-    for name, gradient in whole_gradients.items():
-        assert relative(gradients[name], gradient) < 1e-5, name
+    close_by_name(gradients, whole_gradients)

@@ -19,8 +19,8 @@ from ringspan.core.errors import CheckpointError, UnsupportedError
 from ringspan.torch.layers.modules import local_part
 from ringspan.torch.memory.local_optimizer import own_state
 from ringspan.torch.weights.packed import parts_in, plain_parts
-from tests.torch.model.test_peft import check, step, stir
-from tests.torch.models import build, tokens, whole
+from tests.torch.model.test_peft import LIMITS, stir
+from tests.torch.models import build, check, step, tokens, whole
 
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 BITS: dict[str, dict[str, Any]] = {
@@ -74,8 +74,7 @@ def test_adapters_train_as_on_one_process(pool, tmp_path, kind, bits, in_parts, 
     build(kind).save_pretrained(tmp_path)
     expected = trained(step(adapted(opened(tmp_path, bits))))
     assert len(expected[1]) > 20
-    for result in pool.run(ring_step, ranks, tmp_path, bits, in_parts, options, replicate=replicate):
-        check(result, expected)
+    check(pool.run(ring_step, ranks, tmp_path, bits, in_parts, options, replicate=replicate), expected, LIMITS)
 
 
 def sizes(mesh: DeviceMesh, folder: Path, bits: str) -> tuple[int, int, int]:

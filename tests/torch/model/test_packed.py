@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, TorchAoConfig
 
 import ringspan as rs
 from ringspan.core.errors import UnsupportedError
-from tests.torch.model.test_peft import check, step, stir
-from tests.torch.models import build
+from tests.torch.model.test_peft import LIMITS, stir
+from tests.torch.models import build, check, step
 
 torchao: Any = pytest.importorskip("torchao.quantization")
 Int8WeightOnlyConfig, IntxWeightOnlyConfig = torchao.Int8WeightOnlyConfig, torchao.IntxWeightOnlyConfig
@@ -65,8 +65,7 @@ BLOCKS = {"feedforward_chunk_tokens": 5, "loss_chunk_tokens": 7, "norm_chunk_tok
 def test_adapters_of_packed_weights_train_as_on_one_process(pool, kind, bits, ranks, replicate, options):
     expected = trained(step(adapted(quantised(kind, bits))))
     assert len(expected[1]) > 20
-    for result in pool.run(ring_step, ranks, kind, bits, options, replicate=replicate):
-        check(result, expected)
+    check(pool.run(ring_step, ranks, kind, bits, options, replicate=replicate), expected, LIMITS)
 
 
 def from_folder(folder: Path) -> Any:

@@ -7,7 +7,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
-from tests.torch.models import build, relative, tokens, whole, whole_gradients
+from tests.torch.models import build, close_by_name, tokens, whole, whole_gradients
 
 STEPS = 3
 
@@ -135,7 +135,7 @@ def test_a_penalty_on_weights_counts_once(pool, replicate):
     loss, gradients = penalise(None)
     for found, own in pool.run(penalise, 2 * replicate, replicate=replicate):
         assert found == pytest.approx(loss, rel=1e-6) or replicate == 2
-        assert all(relative(own[name], gradient) < 1e-5 for name, gradient in gradients.items())
+        close_by_name(own, gradients)
 
 
 PARTS = ["model", "model.embed_tokens", "model.norm", "model.layers.1", "lm_head"]
@@ -189,8 +189,7 @@ def load(mesh: DeviceMesh | None, kind: str, what: str, assign: bool) -> dict[st
 def test_weights_of_a_file_are_loaded_as_on_one_process(pool, kind, what, assign, ranks, tp):
     expected = load(None, kind, what, False)
     for weights in pool.run(load, ranks, kind, what, assign, tp=tp):
-        for name, weight in expected.items():
-            assert relative(weights[name], weight) < 1e-5, name
+        close_by_name(weights, expected)
 
 
 def test_weights_of_another_shape_are_named(pool):

@@ -17,7 +17,7 @@ from ringspan.train.run_folder.export import save_model
 from tests.cases import long
 from tests.torch.data.test_cross_entropy import CHUNKS, EXTRAS, example, whole
 from tests.torch.models import build, logged, relative, tokens
-from tests.torch.test_parallelize import one_step, ring_step
+from tests.torch.test_parallelize import check_steps, one_step, ring_step
 
 EVEN = {"vocab_size": 98, "intermediate_size": 90}  # 49 and 45 rows a rank: uneven over the ring
 BIASED = EVEN | {"attention_bias": True, "mlp_bias": True}
@@ -50,12 +50,7 @@ def test_a_split_model_on_the_ring_equals_itself_on_one_process(
     truth = options.get("labels", "all"), options.get("documents"), options.get("changes", {})
     expected = one_step(kind, length, batch * replicate * accumulate, *truth)
     case = kind, layout, length, batch, accumulate, options
-    for result in pool.run(ring_step, ranks, *case, replicate=replicate, tp=tp):
-        assert relative(result["loss"], expected["loss"]) < 1e-6
-        assert relative(result["logits"], expected["logits"][result["rows"]]) < 1e-5
-        assert result["gradients"].keys() == expected["gradients"].keys()
-        for name, gradient in expected["gradients"].items():
-            assert relative(result["gradients"][name], gradient) < 1e-5, name
+    check_steps(pool.run(ring_step, ranks, *case, replicate=replicate, tp=tp), expected)
 
 
 def clipped_norm(mesh: DeviceMesh, limit: float) -> Any:
