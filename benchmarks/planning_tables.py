@@ -16,7 +16,7 @@ from ringspan.plan.planner import make_plan
 from ringspan.plan.search import Question, longest_setting
 
 DOCS: Final = Path(__file__).parents[1] / "docs"
-PAGES: Final = ("planning.md", "published.md")
+PAGES: Final = ("planning.md", "published.md", "adapters.md")
 K: Final = 1024
 
 # Hardware, devices, model, and the longest context in thousands of tokens as published: with blockwise attention and
@@ -246,6 +246,25 @@ def longest_fine_tuning() -> str:
     return _table(("devices", *(f"{kind}, {state} state" for kind in kinds for state in ("bf16", "fp32"))), rows)
 
 
+def longest_qlora() -> str:
+    """The longest sequence with adapters of rank 16 over nf4 with packed scales: no hosts, moments in float32."""
+    rows = []
+    for model in ("llama-3.1-8b", "qwen3-32b", "llama-3.3-70b", "gpt-oss-120b"):
+        for kind in ("rtx-4090", "l40s", "h100-80gb"):
+            device = replace(DEVICES[kind], host_bandwidth=0.0)
+            asked = Question(
+                shape=MODELS[model].adapted(16, "nf4-double"),
+                device=device,
+                devices=1,
+                length=1,
+                parameter_dtype="bfloat16",
+            )
+            found = [longest_setting(replace(asked, devices=devices)) for devices in (1, 2, 4, 8)]
+            cells = [f"{setting.length // K:,}K" if setting else "no" for setting in found]
+            rows.append((model, f"{device.memory_bytes / 1e9:.0f} GB", *cells))
+    return _table(("model", "device", "1", "2", "4", "8"), rows)
+
+
 TABLES: Final[dict[str, Callable[[], str]]] = {
     "devices": devices,
     "minimal-blocks": minimal_blocks,
@@ -255,6 +274,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "utilizations": utilizations,
     "fine-tuning": fine_tuning,
     "longest": longest_fine_tuning,
+    "qlora": longest_qlora,
 }
 
 

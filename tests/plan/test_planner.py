@@ -161,6 +161,9 @@ def test_adapters_need_no_gradients_of_frozen_weights():
     linears = 32 * LLAMA.kinds[0].linears[2]
     saved = adapted.bytes["parameters"] - packed.bytes["parameters"]
     assert saved == pytest.approx((2 - 0.5625) * linears / ranks, rel=1e-6)
+    double = training_memory(LLAMA.adapted(16, "nf4-double"), setting)  # of each scale one byte, and 4 for 256
+    saved = packed.bytes["parameters"] - double.bytes["parameters"]
+    assert saved == pytest.approx((4 - 1 - 4 / 256) / 64 * linears / ranks, rel=1e-6)
     assert packed.peak_bytes < adapted.peak_bytes < whole.peak_bytes
     times = [step_cost(shape, setting, H100, 1) for shape in (LLAMA, frozen, LLAMA.adapted(16, "nf4"))]
     assert times[1].compute_seconds < times[2].compute_seconds < times[0].compute_seconds

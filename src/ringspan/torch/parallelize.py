@@ -55,6 +55,7 @@ from ringspan.torch.runtime.foreign_mesh import ring_mesh
 from ringspan.torch.runtime.mesh import tensor_axis
 from ringspan.torch.tensor_parallel.split import split_model
 from ringspan.torch.weights.loading import fill_shards, set_aside, sources_in
+from ringspan.torch.weights.packed import settle_packed
 
 # How many models each mesh has been given, alike on all of its ranks.
 _numbers: Final[dict[tuple[int, ...], Iterator[int]]] = {}
@@ -203,6 +204,7 @@ def _agreed(given: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> tup
     with meeting(mesh, "parallelize") as met:
         model = base_of(given)
         set_aside(model)
+        settle_packed(model)
         check_finite(model, mesh)
         parts = check_parts(model, mesh, config)
         facts = {field.name: str(getattr(config, field.name)) for field in fields(StepConfig)}

@@ -1,5 +1,6 @@
 """Adapters over frozen weights that bitsandbytes has packed, and its optimizers on shards: against one process."""
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,15 +11,18 @@ from peft import LoraConfig, PeftModel, get_peft_model, prepare_model_for_kbit_t
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 import ringspan as rs
 from ringspan.checkpoints.checkpoint import Checkpoints
 from ringspan.checkpoints.state import random_state, restore, run_state
 from ringspan.core.errors import CheckpointError, UnsupportedError
+from ringspan.measure.trace.tracker import MemoryTracker
+from ringspan.torch.layers.decoder import layers_of
 from ringspan.torch.layers.modules import local_part
 from ringspan.torch.memory.local_optimizer import own_state
-from ringspan.torch.weights.packed import parts_in, plain_parts
+from ringspan.torch.weights.packed import is_packed, parts_in, plain_parts
 from tests.torch.model.test_peft import LIMITS, stir
 from tests.torch.models import build, check, step, tokens, whole
 
@@ -55,7 +59,9 @@ def ring_step(mesh: DeviceMesh, folder: Path, bits: str, in_parts: bool, options
         options |= {"dtype": torch.float32, "quantization_config": config, "adapt": adapted}
         model = rs.from_pretrained(folder, mesh, **options)
     else:
-        model = rs.parallelize(adapted(opened(folder, bits)), mesh, **options)
+        model = adapted(opened(folder, bits))
+        model(input_ids=tokens(1, 24))  # it may have run before
+        rs.parallelize(model, mesh, **options)
     return trained(step(model, mesh))
 
 
@@ -77,22 +83,68 @@ def test_adapters_train_as_on_one_process(pool, tmp_path, kind, bits, in_parts, 
     check(pool.run(ring_step, ranks, tmp_path, bits, in_parts, options, replicate=replicate), expected, LIMITS)
 
 
-def sizes(mesh: DeviceMesh, folder: Path, bits: str) -> tuple[int, int, int]:
-    """Bytes of packed weights: before, on this rank, and as FSDP gathers them."""
-    model = opened(folder, bits)
-    packed = [p for _, p in model.named_parameters() if type(p) is not nn.Parameter]
+class Gathers(TorchDispatchMode):
+    """Notes how many bytes each gather gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.c10d._allgather_base_.default:
+            self.bytes.append(args[0].nbytes)
+        return func(*args, **(kwargs or {}))
+
+
+def sizes(mesh: DeviceMesh, folder: Path, bits: str) -> tuple[int, int, list[int], list[int]]:
+    """Bytes of packed weights before and on this rank; of each layer's parts in even rows, and as it is gathered."""
+    model = adapted(opened(folder, bits))
+    packed = [p for _, p in model.named_parameters() if is_packed(p)]
     before = sum(part.nbytes for p in packed for _, part in plain_parts("", p))
-    rs.parallelize(adapted(model), mesh)
+    layers = [[x for p in each.parameters() for _, x in plain_parts("", p)] for each in layers_of(model).values()]
+    even = [sum(x.nbytes // len(x) * 2 * -(-len(x) // 2) for x in layer) for layer in layers]
+    rs.parallelize(model, mesh)
     split: list[Any] = [p for p in model.parameters() if id(p) in parts_in(model)]
     assert all(isinstance(p, DTensor) for p in split)
-    return before, sum(local_part(p).nbytes for p in split), sum(p.nbytes for p in split)
+    assert sum(p.nbytes for p in split) == before
+    with Gathers() as gathers, torch.no_grad():
+        model(**rs.shard_batch({"input_ids": tokens(1, 24)}, mesh))
+    return before, sum(local_part(p).nbytes for p in split), even, [size for size in gathers.bytes if size in even]
 
 
-def test_what_is_gathered_is_packed(pool, tmp_path):
+@pytest.mark.parametrize("bits", ["nf4, scales packed", "int8"])
+def test_what_is_gathered_is_packed(pool, tmp_path, bits):
     build("llama").save_pretrained(tmp_path)
-    [(before, here, gathered), (_, there, _)] = pool.run(sizes, 2, tmp_path, "nf4, scales packed")
-    assert here + there == gathered == before
+    [(before, here, layers, gathered), (_, there, *_)] = pool.run(sizes, 2, tmp_path, bits)
+    assert gathered == layers
+    assert here + there == before
     assert abs(here - there) < before / 20
+
+
+class Living(MemoryTracker):
+    """Counts what has memory: tensors that are not read yet have none."""
+
+    def _add(self, storage: torch.UntypedStorage, category: Any) -> None:
+        with suppress(RuntimeError):
+            if storage.data_ptr():
+                super()._add(storage, category)
+
+
+def loaded(mesh: DeviceMesh, folder: Path, bits: str) -> float:
+    """The peak of loading over the bytes that this rank keeps."""
+    with Living() as tracker:
+        config = BitsAndBytesConfig(**BITS[bits])
+        model = rs.from_pretrained(folder, mesh, dtype=torch.bfloat16, quantization_config=config)
+    kept = sum(local_part(p).nbytes for p in model.parameters())
+    assert tracker.moments[-1].total_bytes >= kept
+    return tracker.peak.total_bytes / kept
+
+
+@pytest.mark.parametrize(("bits", "ranks"), [("nf4, scales packed", 2), ("int8", 1)])
+def test_loading_peaks_below_13_tenths_of_the_packed_bytes(pool, tmp_path, bits, ranks):
+    sizes = {"num_hidden_layers": 16, "hidden_size": 256, "intermediate_size": 512}
+    build("llama", **sizes).to(torch.bfloat16).save_pretrained(tmp_path)
+    assert max(pool.run(loaded, ranks, tmp_path, bits)) < 1.3
 
 
 def saved(mesh: DeviceMesh, base: Path, folder: Path) -> Any:
@@ -128,6 +180,8 @@ def refused(mesh: DeviceMesh, folder: Path, what: str) -> None:
     if what == "outliers":
         config = BitsAndBytesConfig(load_in_8bit=True)
         rs.parallelize(AutoModelForCausalLM.from_pretrained(folder, quantization_config=config), mesh)
+    elif what == "outliers, from files":
+        rs.from_pretrained(folder, mesh, quantization_config=BitsAndBytesConfig(load_in_8bit=True))
     elif what == "whole":
         rs.parallelize(opened(folder, "fp4"), mesh).save_pretrained(folder / "whole")
     elif what == "other":
@@ -142,6 +196,7 @@ def refused(mesh: DeviceMesh, folder: Path, what: str) -> None:
     ("what", "message"),
     [
         ("outliers", "llm_int8_threshold=6.0 apart, which it chooses by all tokens.*use llm_int8_threshold=0.0"),
+        ("outliers, from files", "llm_int8_threshold=6.0 apart"),
         ("whole", "has packed weights, .*; save its adapter"),
         ("other", "quantization_config=dict does not pack weights as they are read; use BitsAndBytesConfig"),
         ("norm", r"LAMB8bit limits updates by the norm of a whole weight \(max_unorm\).*use AdamW8bit"),

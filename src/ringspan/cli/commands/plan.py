@@ -96,7 +96,9 @@ def command(
     route: Route = "auto",
     comm_dtype: CommDtype = "exact",
     lora: Annotated[int, typer.Option(min=0, help="Train adapters of this rank on all linear layers; 0: none.")] = 0,
-    weights: Annotated[str, typer.Option(help="With --lora: pack the frozen weights as int8, int4 or nf4.")] = "",
+    weights: Annotated[
+        str, typer.Option(help="With --lora: pack the frozen weights: int8, int4, nf4, nf4-double.")
+    ] = "",
     images: Annotated[str | None, typer.Option(help="Images per sequence: a number, or 8x448x448 (with size).")] = None,
     frames: Annotated[str | None, typer.Option(help="Frames of video per sequence, in the same form.")] = None,
     sound: Annotated[int | None, typer.Option(min=1, help="Windows of sound per sequence.")] = None,

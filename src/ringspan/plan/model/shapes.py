@@ -9,8 +9,11 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.plan.model.kinds import Kept, LayerKind, Tower
 
 # Bytes of a weight: whole numbers with a float32 scale for some thousand of a row; 4 bits with a scale and a zero point
-# of 16 bits for each 128, or with a float32 scale for each 64.
-PACKED_BYTES: Final = {"": 0.0, "int8": 1 + 4 / 4096, "int4": 0.5 + 4 / 128, "nf4": 0.5 + 4 / 64}
+# of 16 bits for each 128; or with a float32 scale for each 64, or one of 8 bits, of which 256 share one in float32.
+PACKED_BYTES: Final = {
+    "": 0.0, "int8": 1 + 4 / 4096, "int4": 0.5 + 4 / 128, "nf4": 0.5 + 4 / 64,
+    "nf4-double": 0.5 + (1 + 4 / 256) / 64,
+}  # fmt: skip
 
 _NONE = LayerKind(parameters=0, matrices=0, feedforward=0, intermediate=0, heads=1, kv_heads=1, head_dim=1, value_dim=1)
 

@@ -74,7 +74,9 @@ def shards_of(model: nn.Module) -> Iterator[dict[str, nn.Parameter]]:
 def _refuse_module(name: str, path: str, module: Any) -> None:
     if isinstance(module, FSDPModule):
         raise UnsupportedError(f"{name} was sharded before (fully_shard of {path or 'it'}); give the model as it was")
-    if type(module).__module__.startswith("bitsandbytes") and type(module).__name__ in _SPLITTABLE:
+    if any(
+        kind.__module__.startswith("bitsandbytes") and kind.__name__ in _SPLITTABLE for kind in type(module).__mro__
+    ):
         _refuse_bitsandbytes(name, path, module)
     elif type(module).__module__.startswith(("torch.ao.nn", *PACKERS)):
         raise UnsupportedError(
@@ -101,11 +103,7 @@ def _refuse_bitsandbytes(name: str, path: str, module: Any) -> None:
             f"{name}: {path} computes columns with values above llm_int8_threshold={state.threshold} apart, which it "
             "chooses by all tokens, and a rank has some; use llm_int8_threshold=0.0, or load_in_4bit"
         )
-    if state is not None:  # a forward pass moves them from the weight to the module
-        weight.ring_scales = state.SCB if weight.SCB is None else weight.SCB
-    else:
-        module.support_avx512bf16_for_cpu = False  # in evaluation it would pack weights again, in place
-    scales = weight.quant_state if state is None else weight.ring_scales
+    scales = weight.quant_state if state is None else weight.SCB
     if scales is None or getattr(scales, "packing_format_for_cpu", False):
         how = "is not packed yet" if scales is None else "was packed again by a forward pass on a CPU"
         raise UnsupportedError(

@@ -28,6 +28,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.core.messages.lines import one_line
 from ringspan.torch.weights.deferred import Deferred, held_regions, part, region_of, sources_of, whole
 from ringspan.torch.weights.files import WeightFiles
+from ringspan.torch.weights.packed import settle_packed
 
 _NUMBERS: Final = 1 << 24  # at a time, of which torch may make a copy
 
@@ -206,6 +207,8 @@ def filled(*modules: nn.Module, recurse: bool = True, first_rows: bool = False, 
     finally:
         for module, name, parameter in before:
             module._parameters[name] = parameter
+        for one in modules:
+            settle_packed(one)
 
 
 @torch.no_grad()

@@ -90,8 +90,7 @@ class EightBits:
         self._kind, self.constants = kind, dict[str, Tensor]()
 
     def parts(self, tensor: Any) -> dict[str, Tensor]:
-        scales = getattr(tensor, "ring_scales", tensor.SCB)
-        return {"packed": tensor.detach().as_subclass(Tensor), "scales": scales}
+        return {"packed": tensor.detach().as_subclass(Tensor), "scales": tensor.SCB}
 
     def rebuild(self, parts: dict[str, Tensor]) -> Any:
         packed = parts["packed"]
@@ -124,6 +123,20 @@ def packed_weights(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Any]
         for name, weight in module._parameters.items():
             if weight is not None and is_packed(weight):
                 yield path, module, name, weight
+
+
+def settle_packed(model: nn.Module) -> None:
+    """Undo what a forward pass of bitsandbytes moves to its modules, and keep it from packing again."""
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # in evaluation it packs weights again, in place
+        state: Any = getattr(module, "state", None)
+        if type(state).__name__ == "MatmulLtState" and state.SCB is not None:
+            weight = module._parameters.get("weight")  # rebuilt with its scales if it is split
+            if weight is not None and weight.SCB is None:
+                weight.CB, weight.SCB = weight.data, state.SCB
+            state.reset_grads()  # it holds the whole weight
 
 
 def split_into_parts(model: nn.Module) -> None:
