@@ -99,6 +99,11 @@ INDEXED: dict[str, dict[str, Any]] = {
     "axk2": _LATENT | _UNGROUPED,
     "dots3_note_text": _LATENT | _SLIDING,
 }
+# Others that compress keys and values, and attend to all of them.
+LATENT: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3"), _LATENT | {"first_k_dense_replace": 2}),
+    **dict.fromkeys(("glm4_moe_lite", "longcat_flash", "minicpm3", "youtu"), _LATENT),
+}
 
 
 def hybrid_config(kind: str, **changes: Any) -> Any:
@@ -107,7 +112,7 @@ def hybrid_config(kind: str, **changes: Any) -> Any:
     usual.allow_global_per_layer_attribute_access = True
     values = {name: value for name, value in _ALL.items() if hasattr(usual, name)}
     values |= {name: 0.0 for name in DROPOUTS if hasattr(usual, name)}
-    values |= (HYBRIDS | INDEXED)[kind] | changes
+    values |= (HYBRIDS | INDEXED | LATENT)[kind] | changes
     made = CONFIG_MAPPING[kind](**{name: value for name, value in values.items() if value is not None})
     made._attn_implementation = made._experts_implementation = "eager"  # others know no float64
     return made

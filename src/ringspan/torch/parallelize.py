@@ -7,7 +7,6 @@ from typing import Any, Final, cast
 
 import torch
 from torch import nn
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
@@ -41,6 +40,7 @@ from ringspan.torch.memory.shared_blocks import join_shared_blocks
 from ringspan.torch.model.adapters import adapter_facts, base_of, put_on_ring
 from ringspan.torch.model.attention.function import register_attention
 from ringspan.torch.model.attention.indexed import choosing_modules, take_over_index
+from ringspan.torch.model.attention.latents import latent_modules, send_latents
 from ringspan.torch.model.attention.own import take_over_attention
 from ringspan.torch.model.attention.support import why_no_tree
 from ringspan.torch.model.config_changes import copy_configs, deciding_fields
@@ -170,7 +170,7 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
     own_config(model)
     sources = sources_in(model)
     view, shared, layers = parts.view, join_shared_blocks(model), [*parts.view.layers.values()]
-    _attend_over_ring(parts, mesh["ring"].get_group(), config)
+    _attend_over_ring(parts, mesh, config)
     _prepare_layers(parts, config)
     towers: list[nn.Module] = []
     if parts.media is not None:
@@ -215,11 +215,13 @@ def _agreed(given: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> tup
     return model, parts
 
 
-def _attend_over_ring(parts: Parts, ring: ProcessGroup, config: StepConfig) -> None:
+def _attend_over_ring(parts: Parts, mesh: DeviceMesh, config: StepConfig) -> None:
     decoder, own = cast("Any", parts.view.decoder), parts.view.own_attention
     choosing = choosing_modules(decoder)
     kinds = layer_kinds(decoder.config)
+    ring = mesh["ring"].get_group()
     implementation = register_attention(type(decoder).__name__, ring, kinds, config, is_indexed=bool(choosing))
+    send_latents(latent_modules(decoder, mesh, config))
     take_over_index(choosing)
     if own:  # transformers does not set one for these
         decoder.config._attn_implementation = implementation

@@ -51,6 +51,7 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "dora": ("llama", {"target_modules": [*PROJECTIONS, "lm_head"], "use_dora": True}),
     "bias": ("llama-tied", {"target_modules": PROJECTIONS, "bias": "all"}),
     "gemma": ("gemma2", {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
+    "latents": ("deepseek_v3", {"target_modules": ["kv_b_proj", "kv_a_proj_with_mqa"]}),
     "routed": ("mixtral", {"target_modules": ["lm_head", "q_proj"]}),
 }
 CHANGES = {"mixtral": {"num_local_experts": 4, "output_router_logits": True}}

@@ -90,7 +90,7 @@ def test_loss_and_gradients_equal_one_process_in_float64(pool, number, kind):
         assert worst(found, expected) < 1e-9
 
 
-@pytest.mark.parametrize("kind", ["qwen3_next", "deepseek_v32"])
+@pytest.mark.parametrize("kind", ["qwen3_next", "deepseek_v32", "deepseek_v3"])
 def test_a_row_of_padding_alone_changes_no_other(pool, kind):
     ids, mask = batch_of(2, 37), torch.tensor([[0], [1]]).expand(2, 37)
     expected = one_process(kind, torch.float64, ids[1:])
@@ -130,6 +130,10 @@ def test_float32_is_as_close_to_float64_as_one_process(pool, number, kind):
         ("hy_v4", 3, 1, {"layers_per_checkpoint": 3, "documents": SHORT}),
         ("deepseek_v32", 2, 1, {"layout": "striped", "checkpoint": "none"}),
         ("mamba2", 2, 1, {"offload": "activations"}),
+        ("axk1", 3, 1, {"layout": "balanced", "checkpoint": "full", "documents": SHORT}),
+        ("deepseek_v2", 4, 2, {"accumulate": 2, "documents": SHORT, "route": "bidirectional"}),
+        ("minicpm3", 3, 1, {"layout": "striped", "checkpoint": "none"}),
+        ("youtu", 2, 1, {"layers_per_checkpoint": 2, "offload": "activations"}),
         *long(
             ("jamba", 2, 1, {"accumulate": 2, "documents": SHORT}),
             ("nemotron_h", 2, 1, {"layers_per_checkpoint": 3, "checkpoint": "full"}),

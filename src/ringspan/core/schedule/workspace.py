@@ -22,6 +22,8 @@ class Shape:
     head_dim: int
     value_dim: int
     itemsize: int
+    latent_dim: int = 0
+    """Numbers of a token that travel in place of all heads' keys and values, 0 if these do."""
 
     @property
     def sum_itemsize(self) -> int:
@@ -38,7 +40,8 @@ class Shape:
 
     @property
     def kv_numbers(self) -> int:
-        return self.batch * self.kv_heads * (self.head_dim + self.value_dim)
+        """Numbers of a token that travel."""
+        return self.batch * (self.latent_dim or self.kv_heads * (self.head_dim + self.value_dim))
 
     def of(self, heads: Heads) -> "Shape":
         return replace(

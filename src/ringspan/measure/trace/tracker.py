@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from ringspan.core.names import CATEGORIES, Category
 from ringspan.measure.trace.torch_seams import watched_predictions, watched_resizes
+from ringspan.torch.attention import latents
 from ringspan.torch.attention import op as attention
 from ringspan.torch.layers.decoder import layers_of
 from ringspan.torch.layers.modules import local_part
@@ -259,6 +260,8 @@ def held_activations(model: PreTrainedModel, batch: dict[str, Tensor]) -> int:
 _LOOPS: Final[dict[Any, Callable[..., Any]]] = {
     _ops.ringspan.ring_attention.default: attention._forward._init_fn,
     _ops.ringspan.ring_attention_backward.default: attention._backward._init_fn,
+    _ops.ringspan.latent_attention.default: latents._forward._init_fn,
+    _ops.ringspan.latent_attention_backward.default: latents._backward._init_fn,
 }
 # A traced run has no numbers to decide by: counts agree, positions are right, a head changes nothing.
 _ANSWERS: Final[dict[Any, Any]] = {_ops.aten._local_scalar_dense.default: 1, _ops.aten.equal.default: True}

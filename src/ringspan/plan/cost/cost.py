@@ -207,7 +207,7 @@ class _LayerTimes:
         passes: list[Pass] = []
         if kind.attends:
             forward, backward = self.passes(
-                setting.layout, setting.length, setting.ring, kind.window, setting.route, sizes, speeds,
+                setting.layout, setting.length, setting.ring, kind.window, setting.route_of(kind), sizes, speeds,
                 setting.comm_dtype,
             )  # fmt: skip
             # Chunks are timed as windows of as many tokens, of whose pairs they have about half.
@@ -218,6 +218,7 @@ class _LayerTimes:
             )
             passes += [forward, backward]
             passes += self._computed_again(forward) if self.attention_again else []
+            passes += self._expansions(kind)
         if kind.scan or kind.halo:
             forward, backward = state_passes(
                 setting.layout, setting.length, setting.ring, kind, setting.batch, setting.number_bytes, speeds
@@ -227,6 +228,16 @@ class _LayerTimes:
             passes += self._computed_again(forward) if is_again else []
         return passes
 
+    def _expansions(self, kind: LayerKind) -> list[Pass]:
+        """Time the expansion of latents that arrive; backward has two products more."""
+        setting = self.setting
+        if not setting.latent_dim(kind):
+            return []
+        weights = kind.latent * kind.heads * (kind.head_dim - kind.rotary + kind.value_dim)
+        arrived = (setting.ring - 1) * kind.calls * self.matrices(weights)
+        own = kind.calls * self.matrices(weights)  # of which one product is among the layer's matrices
+        return [Pass(seconds, seconds, 0.0, 0.0) for seconds in (arrived, 3 * arrived + own)]
+
     def _computed_again(self, forward: Pass) -> list[Pass]:
         return [forward, Pass(*(self.made_again * cost for cost in forward))]
 
@@ -234,7 +245,7 @@ class _LayerTimes:
         setting, device = self.setting, self.device
         sizes = kind.heads, kind.kv_heads, kind.head_dim, kind.value_dim
         return (
-            Shape(setting.batch, *sizes, setting.number_bytes),
+            Shape(setting.batch, *sizes, setting.number_bytes, setting.latent_dim(kind)),
             Speeds(
                 self.peak * device.attention_efficiency,
                 device.intra_node_bandwidth,
@@ -310,5 +321,8 @@ def block_tokens_for_overlap(shape: ModelShape, setting: Setting, device: Device
     """
     reached = device.flops * device.attention_efficiency
     causal_share = 0.5 if setting.ring > 1 else 1.0
-    sent = sent_itemsize(setting.comm_dtype, setting.number_bytes)
-    return reached / bandwidth * (shape.kv_heads / shape.heads) * (sent / 2) / causal_share
+    sent, kind = sent_itemsize(setting.comm_dtype, setting.number_bytes), shape.attention
+    share = shape.kv_heads / shape.heads
+    if latent_dim := setting.latent_dim(kind):
+        share = latent_dim / (kind.heads * (kind.head_dim + kind.value_dim))
+    return reached / bandwidth * share * (sent / 2) / causal_share

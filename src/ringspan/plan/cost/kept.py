@@ -12,6 +12,9 @@ def parts_of(kind: LayerKind, setting: Setting) -> dict[str, int]:
     """Return bytes per token by ``kinds.PARTS``, of attention's result and log-sum-exp, and of mixing by states."""
     a, in_chunks = setting.number_bytes, setting.norm_tokens > 0
     parts = {name: each.bytes(a, norms_in_chunks=in_chunks) for name, each in zip(PARTS, kind.kept, strict=True)}
+    if setting.latent_dim(kind):  # keys, and the product that holds their other part and values, are expanded again
+        expanded = kind.heads * (2 * kind.head_dim - kind.rotary + kind.value_dim)
+        parts["heads"] -= a * kind.calls * (expanded - kind.rotary)
     return parts | {"attention": _result_bytes(kind, a), "mixing": a * (kind.mixed + 2 * _out(kind))}
 
 

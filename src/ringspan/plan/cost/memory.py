@@ -299,6 +299,8 @@ def attention_backward_bytes(kind: LayerKind, setting: Setting) -> tuple[int, in
     ``loop_bytes`` between groups. A Ulysses group first trades dout, q, out, k, v: copies stay for the loop, and a part
     is in flight for each other member; at the end the gradients, without copies.
     """
+    if latent_dim := setting.latent_dim(kind):
+        return _latent_backward_bytes(kind, setting, latent_dim)
     way, a, tokens = setting.way.backward, setting.number_bytes, setting.tokens
     mine = member_heads(kind.heads, kind.kv_heads, way.ulysses)[0]
     # Numbers of a local token: queries, results, and keys with values.
@@ -322,6 +324,20 @@ def attention_backward_bytes(kind: LayerKind, setting: Setting) -> tuple[int, in
         (results + back, 2 * others * results),
     )
     return max(((here, round(in_transit)) for here, in_transit in moments), key=sum)
+
+
+def _latent_backward_bytes(kind: LayerKind, setting: Setting, latent_dim: int) -> tuple[int, int]:
+    """Return the same where latents travel, once for all heads; keys of one group of heads exist at once."""
+    a, tokens, way = setting.number_bytes, setting.tokens, Route.parse(setting.route_of(kind), setting.ring)
+    queries, heads = kind.heads * kind.head_dim, slice(0, kind.heads)
+    held = loop_bytes(setting.layout, setting.ring, way, queries, latent_dim, 1, a, a, setting.comm_dtype).times(tokens)
+    both = kind.head_dim + kind.value_dim
+    group = kind.heads // _head_groups(setting, Heads(heads, heads), way, setting.ring)
+    expanded = a * tokens * group * (both + kind.head_dim - kind.rotary)  # as a product, and with the rotary part
+    gradients = (a + max(a, _FLOAT32)) * tokens * group * both
+    weights = max(a, _FLOAT32) * kind.latent * kind.heads * (both - kind.rotary)
+    results = a * tokens * (queries + latent_dim)
+    return results + round(held.sums) + expanded + gradients + weights, round(held.in_transit)
 
 
 def _head_groups(setting: Setting, mine: Heads, way: Route, ranks: int) -> int:

@@ -11,6 +11,7 @@ from ringspan.core.names import COMM_DTYPE_NAMES, ChunkTokens, LayoutName, check
 from ringspan.core.schedule.choice import check_segments
 from ringspan.core.schedule.route import Route, member_heads
 from ringspan.core.step_config import StepConfig
+from ringspan.plan.model.kinds import LayerKind
 from ringspan.plan.model.shapes import ModelShape
 
 
@@ -41,6 +42,18 @@ class Setting(StepConfig):
     @cached_property
     def way(self) -> Route:
         return Route.parse(self.route, self.ring)
+
+    def latent_dim(self, kind: LayerKind) -> int:
+        """Return the numbers of a token that travel in place of a layer's keys and values, 0 if these do."""
+        is_sent = self.ring > 1 and self.tp == 1 and self.compile is False
+        if not is_sent or self.way.passes_queries or self.way.ulysses > 1 or not kind.latent:
+            return 0
+        size = kind.latent + kind.rotary
+        return size if size < kind.kv_heads * (kind.head_dim + kind.value_dim) else 0
+
+    def route_of(self, kind: LayerKind) -> str:
+        """Return a layer's route: latents take the ring where keys would be gathered."""
+        return "ring" if self.way.name == "all-gather" and self.latent_dim(kind) else self.route
 
     @cached_property
     def tokens(self) -> int:

@@ -52,7 +52,8 @@ class LayerKind:
     ``packed``. ``matrices``: weights that a token is multiplied with (of experts, its own); ``mixing``: those of
     attention or a recurrence; ``feedforward``: those of a feed-forward in ``products`` products, of ``intermediate``
     numbers per token. ``heads``: of queries, 0 without attention; keys have ``head_dim`` numbers, values ``value_dim``,
-    and a ring sends ``calls`` times both. ``channels`` are convolved with ``taps`` taps. ``mixed``: numbers per token
+    and a ring sends ``calls`` times both, or what they are expanded from: ``latent`` numbers for all heads and
+    ``rotary`` of each key. ``channels`` are convolved with ``taps`` taps. ``mixed``: numbers per token
     that a recurrence or convolution keeps besides its result. ``linears``: number of linear layers, inputs plus
     outputs, weights. ``shared``: numbers per token that later layers are given, which checkpoints keep. With
     ``chunks``, tokens attend in consecutive chunks of ``window``.
@@ -69,6 +70,8 @@ class LayerKind:
     kv_heads: int = 0
     head_dim: int = 0
     value_dim: int = 0
+    latent: int = 0
+    rotary: int = 0
     calls: int = 1
     window: int | None = None
     chunks: bool = False

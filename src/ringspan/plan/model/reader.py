@@ -138,6 +138,13 @@ def _number(value: object) -> Any:
     return float(value["__float__"]) if [*value] == ["__float__"] else {n: _number(each) for n, each in value.items()}
 
 
+def _latents_of(callers: list[nn.Module]) -> dict[str, int]:
+    module: Any = callers[0] if callers else None
+    if not hasattr(module, "expand_kv"):
+        return {}
+    return {"latent": module.kv_lora_rank, "rotary": module.qk_rope_head_dim}
+
+
 class _Facts:
     """A layer: its children with attention or a state, and what they and the others hold."""
 
@@ -182,6 +189,7 @@ class _Facts:
             products=products,
             intermediate=round(used / (products * self.size)),
             **self.run.heads._asdict(),
+            **_latents_of(self.run.callers),
             calls=max(1, len(self.run.callers)),
             window=(sees.chunk or sees.window) if self.run.callers else None,
             chunks=bool(sees.chunk and self.run.callers),

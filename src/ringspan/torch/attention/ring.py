@@ -164,17 +164,36 @@ def _backward_of_heads(
 ) -> Callable[[], None]:
     """Fill dq of some heads; return a call to finish dk and dv. The last heads' runs after the first hop."""
     q = queries[1]
-    hops, dtype = ring.schedule.hops, accumulation_dtype(q.dtype)
-    dq, local = RunningSum.to_be(gradients[0], dtype), GradientBlock.at_owner(*gradients[1:], dtype)
-    sent_dtype = ring.gradient_dtype(q.dtype)
+    dq = RunningSum.to_be(gradients[0], accumulation_dtype(q.dtype))
+    calls = calls_of(ring.schedule, serving, q, is_backward=True)
+
+    def compute(hop: Hop, block: Block, total: GradientBlock) -> None:
+        run_backward(ring, calls[hop.index], hop.owner, heads, queries, (block.k, block.v), dq, total)
+
+    finish = send_gradients(ring, number, Block.whole(k, v), gradients[1:], compute, unfinished)
+    store(dq.finish(), gradients[0])
+    return finish
+
+
+def send_gradients(
+    ring: Ring,
+    number: int,
+    own: Block,
+    gradients: tuple[Tensor, Tensor],
+    compute: Callable[[Hop, Block, GradientBlock], None],
+    unfinished: list[Callable[[], None]],
+) -> Callable[[], None]:
+    """Have ``compute`` add to each block's gradients, bring these to their owners; return a call to fill its own."""
+    hops, dtype = ring.schedule.hops, accumulation_dtype(own.k.dtype)
+    local = GradientBlock.at_owner(*gradients, dtype)
+    sent_dtype = ring.gradient_dtype(own.k.dtype)
     behind: dict[int, Coming] = {}  # by hop, the sum over the earlier ranks of its block
     returning: list[Coming] = []  # parts of this rank's own gradient
-    calls = calls_of(ring.schedule, serving, q, is_backward=True)
-    for hop, block in hops_and_blocks(ring, number, Block.whole(k, v)):
+    for hop, block in hops_and_blocks(ring, number, own):
         total = local
         if hop.index:
-            total = GradientBlock.in_transit(PackedSpec.of(hop.gradient, k, v, dtype), ring.exchange.empty)
-        run_backward(ring, calls[hop.index], hop.owner, heads, queries, (block.k, block.v), dq, total)
+            total = GradientBlock.in_transit(PackedSpec.of(hop.gradient, own.k, own.v, dtype), ring.exchange.empty)
+        compute(hop, block, total)
         if hop.index in behind:
             collect([behind.pop(hop.index)], total)
         sends = [
@@ -184,7 +203,8 @@ def _backward_of_heads(
         ]
         source, arriving = hops[hop.gradient_next].gradient_in
         receives = [
-            (peer, PackedSpec.of(ranges, k, v, sent_dtype)) for peer, ranges in ((source, arriving), hop.from_visitor)
+            (peer, PackedSpec.of(ranges, own.k, own.v, sent_dtype))
+            for peer, ranges in ((source, arriving), hop.from_visitor)
         ]
         if sends or arriving or hop.from_visitor.ranges:
             message = MESSAGES_PER_HOP * (number * len(hops) + hop.index) + 1
@@ -197,6 +217,4 @@ def _backward_of_heads(
         del total, sends
         if unfinished and hop.index == 0:
             unfinished.pop()()
-
-    store(dq.finish(), gradients[0])
-    return partial(finish_keys, returning, local, gradients[1:])
+    return partial(finish_keys, returning, local, gradients)

@@ -13,6 +13,7 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.step_config import StepConfig
 from ringspan.torch.attention.cached import Turn, current_turn
+from ringspan.torch.attention.latents import latent_attention
 from ringspan.torch.attention.op import attend_to
 from ringspan.torch.attention.request import Request, in_autocast
 from ringspan.torch.attention.traced import Segments, layer_attention, mask_of
@@ -21,6 +22,7 @@ from ringspan.torch.layers.cache_names import NAMES
 from ringspan.torch.layers.decoder import LayerKind
 from ringspan.torch.memory.folds import Fold, attend_in_folds
 from ringspan.torch.model.attention.indexed import ChoosingAttention, Rows, attend_to_chosen
+from ringspan.torch.model.attention.latents import expansion_of
 from ringspan.torch.model.forward_arguments import UNSAID, Unsaid, check_attention
 from ringspan.torch.model.local_pass import Packed
 from ringspan.torch.multimodal.kinds import Blocks
@@ -139,7 +141,7 @@ def _as_program(
 
 
 def _over_ring(
-    module: object,
+    module: nn.Module,
     qkv: Qkv,
     packed: Packed | None,
     ring: dist.ProcessGroup,
@@ -157,6 +159,7 @@ def _over_ring(
             layout = batch_layout(config.layout, length, dist.get_world_size(ring)) if fold is None else fold.layout
             positions = torch.from_numpy(layout.positions(dist.get_rank(ring)))[None]
         qkv = _warmed(module, qkv[0], positions), *qkv[1:]
+    expansion = expansion_of(module, *qkv[:2])
     parts: list[Tensor] = []
     for number, (part, mask, layout) in enumerate(_rows(packed, length, kind, config)):
         request = Request(
@@ -172,7 +175,10 @@ def _over_ring(
             comm_dtype=config.comm_dtype,
             kernel=config.kernel,
         )
-        parts.append(attend_to(request) if fold is None else attend_in_folds(fold, (module, number), request))
+        if expansion is not None:
+            parts.append(latent_attention(request, expansion))
+        else:
+            parts.append(attend_to(request) if fold is None else attend_in_folds(fold, (module, number), request))
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).transpose(1, 2)
 
 

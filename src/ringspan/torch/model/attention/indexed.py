@@ -24,6 +24,7 @@ from ringspan.torch.attention.indexed import indexed_attention
 from ringspan.torch.layers.decoder import has_index
 from ringspan.torch.layers.modules import Mixin, computes_as, forward_of, mix_in
 from ringspan.torch.layers.view import ModelView
+from ringspan.torch.weights.packed import is_packed
 
 _ROTARY_LAST: Final = frozenset({"hy_v4"})
 """Types whose index rotates the last numbers of a head, not the first."""
@@ -108,11 +109,11 @@ def refuse_indexed(view: ModelView, config: StepConfig, tp: int) -> None:
         raise UnsupportedError(f"kernel={config.kernel!r}: {name}, for which it has no code; use auto")
     module: Any
     for module in modules:
-        dropouts = (each.p for each in module.kv_b_proj.modules() if isinstance(each, nn.Dropout))
-        if module.kv_b_proj.bias is not None or any(dropouts):
+        if not is_matrix(module.kv_b_proj):
             raise UnsupportedError(
-                f"{name}: its latents are expanded (kv_b_proj) with a bias or dropout, which absorbed queries leave "
-                "out; use lora_dropout=0, or leave kv_b_proj out of the adapter"
+                f"{name}: its latents are expanded (kv_b_proj) by more than a matrix (a bias, dropout, 8 bits or an "
+                "adapter that is more than LoRA), which absorbed queries leave out; use lora_dropout=0, or leave "
+                "kv_b_proj out of the adapter"
             )
 
 
@@ -135,8 +136,8 @@ def attend_to_chosen(
 ) -> Tensor:
     """Return attention (B, T, H, v) of queries (B, H, T, n + P), and keep in ``choice`` what they chose."""
     rank, nope = module.kv_lora_rank, module.qk_nope_head_dim
-    expansion = _expansion(module, latents).unflatten(0, (query.shape[1], -1))  # (H, n + v, R)
-    absorbed = torch.einsum("bhtn,hnr->bhtr", query[..., :nope], expansion[:, :nope])
+    matrix = expansion(module, latents).unflatten(0, (query.shape[1], -1))  # (H, n + v, R)
+    absorbed = torch.einsum("bhtn,hnr->bhtr", query[..., :nope], matrix[:, :nope])
     q = torch.cat((absorbed, query[..., nope:]), -1)
     index, chosen = choice.index, choice.chosen
     length = query.shape[2] * dist.get_world_size(ring)
@@ -163,12 +164,25 @@ def attend_to_chosen(
             chosen.append(found)
     choice.index = None
     out = outs[0] if len(outs) == 1 else torch.cat(outs)
-    return torch.einsum("bhtr,hvr->bthv", out, expansion[:, nope:])
+    return torch.einsum("bhtr,hvr->bthv", out, matrix[:, nope:])
 
 
-def _expansion(module: Any, latents: Tensor) -> Tensor:
+def is_matrix(projection: Any) -> bool:
+    """Return whether a projection, adapters included, computes a product with one matrix."""
+    parts = [*projection.modules()]
+    is_lora = not hasattr(projection, "base_layer") or type(projection).__module__.startswith("peft.tuners.lora")
+    if not is_lora or getattr(projection, "lora_variant", None):  # some look at tokens
+        return False
+    # Of 8 bits, inputs are rounded as well.
+    is_rounded = any(hasattr(getattr(part, "weight", None), "SCB") for part in parts)
+    has_more = any(getattr(part, "bias", None) is not None or getattr(part, "p", 0) for part in parts)
+    return not is_rounded and not has_more
+
+
+def expansion(module: Any, latents: Tensor) -> Tensor:
     """Return the matrix (H (n + v), R) that turns latents into keys and values, adapters included."""
-    if computes_as(module.kv_b_proj, nn.Linear):
-        return module.kv_b_proj.weight
+    projection = module.kv_b_proj
+    if computes_as(projection, nn.Linear) and not is_packed(projection.weight):
+        return projection.weight
     rows = torch.eye(module.kv_lora_rank, dtype=latents.dtype, device=latents.device)
-    return module.kv_b_proj(rows).T
+    return projection(rows).T

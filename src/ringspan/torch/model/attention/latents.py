@@ -1,0 +1,58 @@
+"""Multi-head latent attention of transformers' modules, whose latents travel where keys and values would.
+
+Modules compress a token's keys and values to R numbers and a rotary part of P, and expand both for each of H heads.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from ringspan.core.schedule.route import Route
+from ringspan.core.step_config import StepConfig
+from ringspan.torch.attention.cached import current_turn
+from ringspan.torch.layers.modules import Mixin, mix_in
+from ringspan.torch.model.attention.indexed import choosing_modules, expansion, is_matrix
+from ringspan.torch.runtime.mesh import tensor_axis
+
+
+class LatentAttention(Mixin):
+    def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the latents (B, 1, T, R) as keys and the rotary part (B, 1, T, P) as values, except over a cache."""
+        if current_turn() is not None:
+            return super().expand_kv(kv_nope, k_rot)  # pyright: ignore[reportAttributeAccessIssue]
+        return kv_nope, k_rot
+
+
+def latent_modules(decoder: nn.Module, mesh: DeviceMesh, config: StepConfig) -> list[nn.Module]:
+    """Return the modules whose latents are to travel: on a route of keys and values, and fewer numbers than these."""
+    ranks = mesh["ring"].size()
+    route = Route.parse("ring" if config.route == "auto" else config.route, ranks)
+    if ranks == 1 or route.passes_queries or route.ulysses > 1 or tensor_axis(mesh) is not None:
+        return []
+    if config.compile is not False or config.folds > 1:
+        return []
+    choosing = {*choosing_modules(decoder)}
+    return [
+        module
+        for module in decoder.modules()
+        if hasattr(module, "expand_kv") and module not in choosing and _is_worth_it(module)
+    ]
+
+
+def _is_worth_it(module: Any) -> bool:
+    expanded = module.num_heads * (module.qk_nope_head_dim + module.qk_rope_head_dim + module.v_head_dim)
+    return is_matrix(module.kv_b_proj) and module.kv_lora_rank + module.qk_rope_head_dim < expanded
+
+
+def send_latents(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        mix_in(module, LatentAttention)
+
+
+def expansion_of(module: nn.Module, query: Tensor, latents: Tensor) -> Tensor | None:
+    """Return the matrix (H, n + v, R) that expands latents; None for a module that has expanded them itself."""
+    if not isinstance(module, LatentAttention):
+        return None
+    return expansion(module, latents).unflatten(0, (query.shape[1], -1))
