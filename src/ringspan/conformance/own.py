@@ -1,7 +1,6 @@
 """This library's attention, as the suite calls one: an example of an adapter."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import Tensor
@@ -9,9 +8,6 @@ from torch import Tensor
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import Mask, causal, documents, full, sliding_window
 from ringspan.torch.attention.op import ring_attention
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 def attention(
@@ -23,7 +19,7 @@ def attention(
     window: int | None,
     documents: Sequence[int] | None,
     length: int,
-    group: "ProcessGroup | None",
+    group: dist.ProcessGroup | None,
 ) -> Tensor:
     """``ring_attention`` on a zigzag layout with the given mask, for ``--layout zigzag``."""
     layout = Layout("zigzag", length, dist.get_world_size(group))

@@ -20,6 +20,7 @@ from ringspan.torch.transport.collectives import from_first_rank
 VERSION: Final = 1
 """Version of prompts, documents and scores: raise it on a change, so that old items are not mixed with new ones."""
 _SMALL_BYTES: Final = 1 << 20
+_READ: Final = (".json", ".safetensors", ".jinja", ".model", ".txt")
 # Of the settings, what changes no answer, is in an item's key, or is described below.
 _LEFT_OUT: Final = {"tp", "weights", "prefill_tokens", "lengths", "depths", "items", "folder", "text"}
 
@@ -39,12 +40,9 @@ def records_file(out: Path, task: str, model: str, facts: dict[str, Any]) -> Pat
 
 
 def _model(folder: str) -> list[dict[str, str]]:
-    folders = dict.fromkeys((folder, base_folder(folder)))
-    return [{path.name: _describe(path) for path in sorted(Path(each).iterdir()) if _matters(path)} for each in folders]
-
-
-def _matters(path: Path) -> bool:
-    return path.is_file() and path.suffix in (".json", ".safetensors", ".jinja", ".model", ".txt")
+    folders = (Path(each) for each in dict.fromkeys((folder, base_folder(folder))))
+    files = (sorted(path for path in each.iterdir() if path.is_file() and path.suffix in _READ) for each in folders)
+    return [{path.name: _describe(path) for path in each} for each in files]
 
 
 def _describe(path: Path) -> str:

@@ -11,6 +11,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from safetensors.torch import load_file
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ringspan.core.errors import CheckpointError, UnsupportedError
@@ -102,13 +103,13 @@ class LoopAccelerator(RingAccelerator):
         """Call ``Accelerator.prepare``; an optimizer of the model's parameters, without steps, gets their shards."""
         models = [item for item in args if isinstance(item, nn.Module)]
         names = {id(p): (model, name) for model in models for name, p in model.named_parameters()}
-        for optimizer in (item for item in args if isinstance(item, torch.optim.Optimizer)):
+        for optimizer in (item for item in args if isinstance(item, Optimizer)):
             inner = plain_optimizer(optimizer)
             if inner.state:
                 raise UnsupportedError("the optimizer has taken steps; prepare it, with its model, before the first")
         prepared = super().prepare(*args, device_placement=device_placement)
         shards = {id(model): dict(model.named_parameters()) for model in models}
-        for optimizer in (item for item in args if isinstance(item, torch.optim.Optimizer)):
+        for optimizer in (item for item in args if isinstance(item, Optimizer)):
             for group in plain_optimizer(optimizer).param_groups:
                 group["params"] = [_shard_of(p, names, shards) for p in group["params"]]
         return prepared
@@ -208,6 +209,6 @@ def _shard_of(
     raise UnsupportedError("the optimizer has parameters of no model that was prepared; prepare both in one call")
 
 
-def _model_of(optimizer: torch.optim.Optimizer, models: list[RingModel]) -> RingModel:
+def _model_of(optimizer: Optimizer, models: list[RingModel]) -> RingModel:
     first = plain_optimizer(optimizer).param_groups[0]["params"][0]
     return next(model for model in models if any(p is first for p in model.parameters()))

@@ -7,9 +7,9 @@ from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
 from ringspan.checkpoints.checkpoint import Checkpoints
@@ -26,7 +26,7 @@ _RUN: Final = "trainer"  # one folder holds one save, so there is nothing to tel
 
 
 def save_optimizer(
-    folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer, step: int, mesh: DeviceMesh, layout: str
+    folder: Path, model: PreTrainedModel, optimizer: Optimizer, step: int, mesh: DeviceMesh, layout: str
 ) -> None:
     """Write this rank's part of the optimizer state; raise CheckpointError on all ranks if one fails."""
     sizes = {name: mesh[name].size() for name in mesh.mesh_dim_names or ()}
@@ -38,7 +38,7 @@ def save_optimizer(
         raise error
 
 
-def load_optimizer(folder: Path, model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> None:
+def load_optimizer(folder: Path, model: PreTrainedModel, optimizer: Optimizer) -> None:
     """Load ``save_optimizer``'s state of any mesh. Errors are raised on all ranks."""
     if not (folder / FOLDER).is_dir():
         advice = "; it was saved without a ring" if (folder / "optimizer.pt").is_file() else ""
@@ -58,11 +58,11 @@ def load_optimizer(folder: Path, model: PreTrainedModel, optimizer: torch.optim.
             group |= {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
 
 
-def _state(model: PreTrainedModel, optimizer: torch.optim.Optimizer) -> dict[str, Tensor | Part]:
+def _state(model: PreTrainedModel, optimizer: Optimizer) -> dict[str, Tensor | Part]:
     return {name: value for name, value in run_state(model, optimizer).items() if name.startswith("optimizer/")}
 
 
-def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     groups: list[dict[str, Any]] = []
     for group in optimizer.param_groups:
         values = {name: value for name, value in group.items() if name != "params"}

@@ -1,8 +1,10 @@
 """Mix-in that lets transformers' Trainer and its subclasses train on a ring."""
 
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import fields
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -12,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import PredictionOutput, TrainOutput, seed_worker
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.hf.agreed import agree_on
 from ringspan.hf.balance import balance_steps
 from ringspan.hf.batches import takes_whole_batches, whole_logits
 from ringspan.hf.classes import classifies
@@ -26,7 +28,8 @@ from ringspan.hf.refusals import explained, refuse_accelerator, refuse_arguments
 from ringspan.hf.replicas import RingAccelerator, count_rings, without_repeats
 from ringspan.hf.rollouts import count_generations, of_first, rollout_of_replica, share_rollouts
 from ringspan.hf.seams import OwnParts, TrainerSeams, check_seams, method_behind, plain_optimizer
-from ringspan.torch.consistency.calls import Call, check_call, preparing
+from ringspan.torch.consistency.calls import Call, check_call, hear_all, preparing
+from ringspan.torch.consistency.loop_watch import in_call
 from ringspan.torch.data.batch import targets_of
 from ringspan.torch.data.padding import real_tokens
 from ringspan.torch.layers.modules import whole
@@ -36,6 +39,37 @@ from ringspan.torch.transport.collectives import T
 
 _SCHEDULER: Final = "scheduler.pt"
 _ARGUMENTS: Final = "training_args.bin"
+# After these a trainer looks at what callbacks have asked for, or returns. Of the others it is agreed on then.
+_EVENTS: Final = frozenset(
+    f"on_{event}" for event in ("substep_end", "step_end", "epoch_end", "evaluate", "predict", "save", "train_end")
+)
+
+
+class AgreedCallbacks(CallbackHandler):
+    """Mix-in for a trainer's callbacks: any rank's request (to stop, save, evaluate, log) holds for all."""
+
+    ring_mesh: DeviceMesh
+
+    def call_event(
+        self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> TrainerControl:
+        control = super().call_event(event, args, state, control, **kwargs)
+        return self._agreed(event, control) if event in _EVENTS else control
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: object, **kwargs: object
+    ) -> TrainerControl:
+        """Call Trainer's event, and agree unless a user calls ``trainer.log``, usually on one rank."""
+        is_trainers = control.should_log
+        control = super().on_log(args, state, control, logs, **kwargs)
+        return self._agreed("on_log", control) if is_trainers else control
+
+    def _agreed(self, event: str, control: TrainerControl) -> TrainerControl:
+        asked = [field.name for field in fields(control) if getattr(control, field.name)]
+        with in_call(event):
+            for name in {name for each in hear_all(self.ring_mesh, Call(event, said=asked)) for name in each}:
+                setattr(control, name, True)
+        return control
 
 
 class RingTrainerMixin(TrainerSeams):
@@ -225,6 +259,32 @@ class RingTrainerMixin(TrainerSeams):
     def random_state_of_replica(self, checkpoint: str) -> Iterator[str]:
         with random_state_folder(Path(checkpoint), self.args.process_index, self.args.world_size) as folder:
             yield folder
+
+
+def agree_on(trainer: "RingTrainerMixin") -> None:
+    """Agree in place on callbacks' requests, the first rank's metrics, and errors of user functions."""
+    handler: Any = trainer.callback_handler
+    mesh = trainer.ring_mesh
+    handler.__class__, handler.ring_mesh = AgreedCallbacks, mesh
+    own = ["compute_loss_func", "preprocess_logits_for_metrics", "compute_metrics"]
+    if not method_behind(trainer, "compute_loss").__module__.startswith(("transformers.", "trl.", "ringspan.")):
+        own.append("compute_loss")
+    for name in own:
+        if callable(function := getattr(trainer, name, None)):
+            setattr(trainer, name, _together(function, name, mesh))
+
+
+def _together(function: Callable[..., Any], name: str, mesh: DeviceMesh) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def agreed(*args: object, **kwargs: object) -> object:
+        result = function(*args, **kwargs)
+        with in_call(name):
+            if name == "compute_metrics":
+                return hear_all(mesh, Call(name, said=result))[0]
+            check_call(mesh, Call(name))
+        return result
+
+    return agreed
 
 
 class RingTrainer(RingTrainerMixin, Trainer):

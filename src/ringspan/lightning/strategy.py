@@ -14,6 +14,7 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader, DistributedSampler
 
 from ringspan.core.errors import ConfigError, UnsupportedError
@@ -132,9 +133,7 @@ class RingStrategy(ModelParallelStrategy):
         if not any(isinstance(callback, AgreedStop) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             trainer.callbacks[:] = [ToldErrors(), *trainer.callbacks, AgreedStop(self.device_mesh)]  # type: ignore[attr-defined]
 
-    def backward(
-        self, closure_loss: Tensor, optimizer: torch.optim.Optimizer, *args: object, **kwargs: object
-    ) -> Tensor:
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer, *args: object, **kwargs: object) -> Tensor:
         """Do as Lightning's, once all ranks have returned from ``training_step`` and what callbacks do before."""
         module: Any = self.lightning_module
         self.pre_backward(closure_loss)

@@ -113,7 +113,6 @@ def _memory(rows: list[dict[str, Any]]) -> str:
 
 
 def _ring(result: dict[str, Any]) -> str:
-    """Show the layout that ran and its traffic, next to contiguous chunks."""
     name, length, ranks = result["layout"], result["sequence_length_tokens"], result["ranks"]
     drawn_ranks = min(ranks, len(RANK_COLOURS))
     layout = drawn = Layout(name, length, drawn_ranks)

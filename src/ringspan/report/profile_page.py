@@ -181,7 +181,6 @@ def _panels(count: int, height: float, label: str, width: float = 10) -> "tuple[
 
 
 def _stack(axes: "Axes", x: Sequence[float], areas: Mapping[str, Sequence[float]]) -> None:
-    """Draw areas on top of each other, each value held until the next."""
     axes.stackplot(
         x, list(areas.values()), labels=list(areas), colors=list(COLOURS.values()), step="post", clip_on=False
     )

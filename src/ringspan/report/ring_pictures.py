@@ -103,7 +103,6 @@ def _check_drawable(layout: Layout, *, cells: bool = True) -> None:
 
 
 def _draw_tiles(square: "Axes", layout: Layout, rank: int, hop: Hop, scale: float) -> None:
-    """Draw a rank's work at a hop, in positions, with the hop's number if it has room."""
     pieces = list(_pieces(layout, rank, hop))
     if not pieces:
         return

@@ -1,7 +1,7 @@
 """A run's adapter: PEFT matrices, written as a folder that PEFT opens, or merged."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -16,16 +16,11 @@ from ringspan.torch.weights.saving import plan_files, saved_names, shards_of
 from ringspan.torch.weights.writing import MAX_SHARD_SIZE, WeightsPlan
 from ringspan.train.config.model_table import AdapterConfig
 
-if TYPE_CHECKING:
-    from peft import PeftModel
-
 BASE_PREFIX: Final = "base_model.model."  # of the names of a model's weights inside of PEFT's
 _INNER: Final = ".base_layer."  # between a layer's name and its weight's, inside of PEFT's layers
 
 
-def add_adapter(
-    model: PreTrainedModel, settings: AdapterConfig, path: str | None, *, seed: int = 0
-) -> "PreTrainedModel | PeftModel":
+def add_adapter(model: PreTrainedModel, settings: AdapterConfig, path: str | None, *, seed: int = 0) -> Any:
     """Add a run's adapter, which alone trains, in float32, to the model of ``path``; none without a rank."""
     if settings.rank is None:
         return model
@@ -66,14 +61,14 @@ def _refuse_tied(peft: nn.Module) -> None:
             )
 
 
-def write_adapter(model: "PeftModel", weights: dict[str, Any], folder: Path) -> None:
+def write_adapter(model: Any, weights: dict[str, Any], folder: Path) -> None:
     # The method of PEFT itself: the ring's gathers the weights, which rank 0 has here already.
     from peft import PeftModel
 
     PeftModel.save_pretrained(model, str(folder), state_dict=weights)
 
 
-def plan_merged(model: "PeftModel", config: PreTrainedConfig, dtype: torch.dtype, *, is_writer: bool) -> WeightsPlan:
+def plan_merged(model: Any, config: PreTrainedConfig, dtype: torch.dtype, *, is_writer: bool) -> WeightsPlan:
     """Plan a merged model's files, on all ranks; the writer gets the adapter, then each whole tensor in turn."""
     from peft import get_peft_model
 

@@ -206,7 +206,6 @@ class _Run:
                     raise error
 
     def _export(self, folder: Path) -> None:
-        """Write the model; on failure raise CheckpointError on all ranks, if possible with a checkpoint saved."""
         dtype, merge = getattr(torch, self._config.model.dtype), self._config.adapter.merge
         problem = save_model(self._job.model, self._job.tokenizer, folder, dtype, merge=merge)
         if problem is None:

@@ -3,7 +3,7 @@
 import json
 import os
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 
@@ -11,10 +11,6 @@ from ringspan.cli.checks import AsJson, LocalRanks, refuse_under_torchrun
 from ringspan.cli.console import console, facts, paragraph, silent, table, working
 from ringspan.core.messages.units import shown_bandwidth, shown_bytes, shown_speed
 from ringspan.torch.runtime.environment import is_rank
-
-if TYPE_CHECKING:
-    from rich.console import Console
-
 
 EPILOG = (
     "Example: ringspan doctor --ranks 4. Before a job on a cluster: "
@@ -69,7 +65,7 @@ def _show(result: dict[str, Any]) -> None:
     paragraph(out, "can train" if can else "cannot train", style="green" if can else "red")
 
 
-def _show_kernels(out: "Console", kernels: dict[str, dict[str, Any]]) -> None:
+def _show_kernels(out: Any, kernels: dict[str, dict[str, Any]]) -> None:
     running = [(name, _cases(kernel["serves"])) for name, kernel in kernels.items() if kernel["available"]]
     facts(out, "kernels and what they compute here", running or [("none", "")])
     others: dict[str, list[str]] = {}
@@ -80,7 +76,7 @@ def _show_kernels(out: "Console", kernels: dict[str, dict[str, Any]]) -> None:
         paragraph(out, f"not here: {', '.join(names)}: {reason}", first="  ")
 
 
-def _show_cluster(out: "Console", result: dict[str, Any]) -> None:
+def _show_cluster(out: Any, result: dict[str, Any]) -> None:
     cluster = result["cluster"]
     links = {link["from"]: shown_bandwidth(link["bytes_per_second"]) for link in cluster["links"]}
     error_ms = 1e3 * cluster["clock_uncertainty_seconds"]

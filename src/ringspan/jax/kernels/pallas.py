@@ -220,9 +220,7 @@ def _derivatives(pair: _Pair, head: int, allowed: Array | None, q, k, v, dout, l
 def _spec(kind: str, x: Array, program: Program) -> pl.BlockSpec:
     """Specify an array's chunk for a step of the grid: (F, T', ...) by keys, (F, P, T, ...) by queries."""
 
-    def index(
-        head: Array, number: Array, num_pairs: Array, pairs: Array, lists: Array, bands: Array
-    ) -> tuple[Any, ...]:
+    def index(head: Array, number: Any, num_pairs: Any, pairs: Any, lists: Any, bands: Any) -> tuple[Any, ...]:
         where = pairs[2 * number]
         chunk = (0, query_of(where)) if kind == "q" else (key_of(where),)
         return (head, *chunk, 0)[: x.ndim]

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
@@ -76,17 +77,17 @@ def trace(config: PreTrainedConfig, setting: Setting, rank: int = 0) -> Trace:
 
 def prepare(
     model: PreTrainedModel, mesh: DeviceMesh, setting: Setting, *, host_optimizer: type[HostAdamW] = HostAdamW
-) -> tuple[Any, torch.optim.Optimizer, dict[str, torch.Tensor]]:
+) -> tuple[Any, Optimizer, dict[str, torch.Tensor]]:
     """Return the model on a mesh, its optimizer and a batch of one repeated token."""
     model = put_on_mesh(model, mesh, setting)
     if setting.optimizer_on_host:
-        optimizer: torch.optim.Optimizer = host_optimizer(model.parameters(), lr=1e-4)
+        optimizer: Optimizer = host_optimizer(model.parameters(), lr=1e-4)
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=setting.on_gpu)
     return model, optimizer, _batch(model, mesh, setting)
 
 
-def _settle(tracker: MemoryTracker, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _settle(tracker: MemoryTracker, model: nn.Module, optimizer: Optimizer) -> None:
     """Do a first step's one-off work: FSDP pads and gathers, the optimizer makes its state, DTensor its plans."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -98,9 +99,7 @@ def _settle(tracker: MemoryTracker, model: nn.Module, optimizer: torch.optim.Opt
     end_step(tracker, model, optimizer)
 
 
-def watch_step(
-    tracker: MemoryTracker, model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]
-) -> None:
+def watch_step(tracker: MemoryTracker, model: nn.Module, optimizer: Optimizer, batch: dict[str, torch.Tensor]) -> None:
     """Track a training step; the tracker forgets the moments before it."""
     tracker.watch("activations", batch.values())
     tracker.restart()

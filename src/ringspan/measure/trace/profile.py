@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
+from torch.optim import Optimizer
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from ringspan.measure.trace.dry_run import hugging_face_config, prepare, thinned
@@ -55,9 +56,7 @@ class RankProfile:
 class Profiler:
     """Profiler of the first steps inside of ``step()``; then its hooks are gone."""
 
-    def __init__(
-        self, model: PreTrainedModel, optimizer: torch.optim.Optimizer, rank: int, snapshot: Path | None = None
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, optimizer: Optimizer, rank: int, snapshot: Path | None = None) -> None:
         """Watch a parallelized model and its optimizer; ``snapshot`` gets the memory step's CUDA allocator history."""
         self._model, self._optimizer, self._rank, self._snapshot = model, optimizer, rank, snapshot
         self._device = next(model.parameters()).device

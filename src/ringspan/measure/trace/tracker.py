@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
@@ -122,7 +123,7 @@ class MemoryTracker(TorchDispatchMode):
         self._keep_since(0)
         self._note()
 
-    def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def watch_optimizer(self, optimizer: Optimizer) -> None:
         states = (value for state in optimizer.state.values() for value in state.values())
         self.watch("optimizer", (value for value in states if isinstance(value, Tensor)))
 
@@ -143,9 +144,7 @@ class MemoryTracker(TorchDispatchMode):
     def _should_skip_dynamo(cls) -> bool:
         return False  # nothing is compiled in here, and the guard against it costs more than a question to a tensor
 
-    def __torch_dispatch__(
-        self, func: Any, types: Collection[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> object:
+    def __torch_dispatch__(self, func: Any, types: Collection[type], args: Any = (), kwargs: Any = None) -> object:
         if func is _DEVICE_OF:  # more than half of what a traced step asks, and no operator
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         if DTensor in types:
@@ -220,9 +219,7 @@ class MemoryTracker(TorchDispatchMode):
             self._changed = False
 
 
-def train_step(
-    tracker: MemoryTracker, model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, Tensor]
-) -> None:
+def train_step(tracker: MemoryTracker, model: nn.Module, optimizer: Optimizer, batch: dict[str, Tensor]) -> None:
     """Run a training step like the loop, its phases marked in the tracker."""
     tracker.phase = "forward"
     loss = model(**batch).loss
@@ -234,7 +231,7 @@ def train_step(
     end_step(tracker, model, optimizer)
 
 
-def end_step(tracker: MemoryTracker, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def end_step(tracker: MemoryTracker, model: nn.Module, optimizer: Optimizer) -> None:
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     tracker.watch_optimizer(optimizer)

@@ -66,10 +66,6 @@ def seen_bytes(shape: ModelShape, setting: Setting) -> int:
     return found + (0 if setting.on_gpu else pixel_bytes(shape, setting))
 
 
-def tower_layer_bytes(shape: ModelShape, setting: Setting) -> int:
-    return max(tower.saved.at(tower.share(setting.batch, setting.ring)) // tower.layers for tower in shape.towers)
-
-
 def pixel_bytes(shape: ModelShape, setting: Setting) -> int:
     return _FLOAT32 * setting.batch * sum(tower.pixels for tower in shape.towers)
 

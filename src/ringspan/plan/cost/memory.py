@@ -251,8 +251,8 @@ class _Step:
         if not shape.towers:
             return []
         largest, placed = max(shape.tower_layers), sum(tower.tokens * tower.row for tower in shape.towers)
-        made = sum(tower.share_of_tokens(setting.batch, self.ranks) * tower.row for tower in shape.towers)
-        layer = kept.tower_layer_bytes(shape, setting)
+        made = sum(t.share(setting.batch, self.ranks) * t.tokens / t.units * t.row for t in shape.towers)
+        layer = max(tower.saved.at(tower.share(setting.batch, self.ranks)) // tower.layers for tower in shape.towers)
         again = 0 if setting.checkpoint == "none" else layer
         return [
             self.memory(

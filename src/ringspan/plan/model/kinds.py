@@ -170,6 +170,3 @@ class Tower:
     def share(self, batch: int, ranks: int) -> int:
         """Units of the fullest rank, at least one, since all gather the weights together."""
         return -(-batch * self.units // ranks)
-
-    def share_of_tokens(self, batch: int, ranks: int) -> float:
-        return self.share(batch, ranks) * self.tokens / self.units

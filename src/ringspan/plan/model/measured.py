@@ -87,9 +87,7 @@ def _backward(_: object, query: object, key: object, value: object, *__: object,
 class WithIntegers(TorchDispatchMode):
     """Create integers on the CPU where the meta device is asked for, and let both meet."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: object, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> object:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         del types
         kwargs = dict(kwargs or {})
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]

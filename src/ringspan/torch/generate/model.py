@@ -67,8 +67,7 @@ def cache_cost(model: "RingGenerator", ids: Tensor, dtype: CacheDtypeName, score
     losses: list[float] = []
     last: list[Tensor] = []
     sizes: list[int] = []
-    kinds: tuple[CacheDtypeName | None, ...] = None, dtype
-    for kind in kinds:
+    for kind in (None, dtype):
         cache = model.new_cache(kind)
         model(ids[:, : -scored - 1], past_key_values=cache, use_cache=True, logits_to_keep=1)
         logits = model(ids[:, -scored - 1 : -1], past_key_values=cache, use_cache=True).logits.float()

@@ -63,13 +63,7 @@ class _Summed(nn.Module):
 
 
 class _Lookups(TorchFunctionMode):
-    def __torch_function__(
-        self,
-        func: Callable[..., object],
-        types: object,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> object:
+    def __torch_function__(self, func: Callable[..., Any], types: object, args: Any = (), kwargs: Any = None) -> object:
         return (_look_up if func is functional.embedding else func)(*args, **(kwargs or {}))
 
 

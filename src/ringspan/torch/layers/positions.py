@@ -97,7 +97,7 @@ def note_length(model: RingModel, length: int, *, says: bool) -> None:
 
 
 @contextmanager
-def as_trained(model: RingModel) -> Iterator[None]:
+def as_trained(model: PreTrainedModel) -> Iterator[None]:
     """Set the trained length in the config while saving only: computation never depends on it."""
     config, length = text_config(model.config), getattr(model, "ring_trained_length", None)
     before = getattr(config, "max_position_embeddings", None)

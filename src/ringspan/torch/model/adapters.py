@@ -123,10 +123,9 @@ class _RingPeft(_Frozen):
         )
 
 
-def adapter_weights(model: "PeftModel", given: Mapping[str, Any]) -> dict[str, Any]:
+def adapter_weights(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the weights that PEFT's ``save_pretrained`` writes, whole on rank 0; all ranks call it."""
-    ours: Any = model
-    return whole_weights(ours, lambda sharded: _names_that_peft_saves(model, sharded, given))
+    return whole_weights(model, lambda sharded: _names_that_peft_saves(model, sharded, given))
 
 
 def _names_that_peft_saves(model: "PeftModel", state: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:

@@ -23,6 +23,7 @@ from ringspan.torch.recurrence.plan import Starts
 from ringspan.torch.recurrence.recurrence import convolution, recurrence, resumed
 from ringspan.torch.recurrence.rules import (
     DeltaRule,
+    Function,
     Lightning,
     Rule,
     SelectiveScan,
@@ -148,16 +149,14 @@ def _fused(*_: object) -> None:
     return None
 
 
-def _convolved(
-    plain: Callable[..., Any], arguments: dict[str, Any], _: dict[str, Any], sequences: SequencePass
-) -> Tensor:
+def _convolved(plain: Function, arguments: dict[str, Any], _: dict[str, Any], sequences: SequencePass) -> Tensor:
     x, weight, bias = (arguments.pop(name, None) for name in ("hidden_states", "weight", "bias"))
     weight, bias = local_part(weight), None if bias is None else local_part(bias)
     return convolution(plain, x, weight, bias, sequences, **arguments)
 
 
 def _scanned(
-    name: str, plain: Callable[..., Any], arguments: dict[str, Any], further: dict[str, Any], sequences: SequencePass
+    name: str, plain: Function, arguments: dict[str, Any], further: dict[str, Any], sequences: SequencePass
 ) -> object:
     rule = _RULES[name]
     arguments |= {name: x for name, x in further.items() if name in rule.dims and x is not None}

@@ -71,9 +71,7 @@ def refuse_saving(model: RingModel, options: dict[str, Any]) -> None:
         facts.alike = {**optimizer_facts(model), **given}
 
 
-def stream(
-    model: RingModel, folder: Path, save: Callable[..., object], options: dict[str, Any], *, is_writer: bool
-) -> None:
+def stream(model: RingModel, folder: Path, save: Any, options: dict[str, Any], *, is_writer: bool) -> None:
     # After a forward pass without a backward pass the outermost weights are copies, which the first call that asks for
     # parameters would free while they are read.
     settle(model)

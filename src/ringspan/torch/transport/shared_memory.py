@@ -125,7 +125,7 @@ class SharedMemory:
 
     def _is_free(self, slot: _Slot) -> bool:
         assert self._own_memory is not None
-        return not self._own_memory.is_marked(slot.start)
+        return self._own_memory.read(slot.start, _LINE) == _NO_MARKS
 
     def _new_slot(self, size: int) -> _Slot:
         assert self._own_memory is not None
@@ -163,9 +163,6 @@ class _Memory:
 
     def mark(self, start: int, rank: int, is_used: bool) -> None:
         self._map[start + rank] = is_used
-
-    def is_marked(self, start: int) -> bool:
-        return self.read(start, _LINE) != _NO_MARKS
 
     def discard(self, start: int, stop: int) -> None:
         """Return the pages to the system; they read as zeros."""

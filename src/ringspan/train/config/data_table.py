@@ -116,7 +116,6 @@ def _files_at(path: Path, name: str, endings: tuple[str, ...], left_out: list[st
 
 
 def _walk(folder: Path, endings: tuple[str, ...]) -> Iterator[Path]:
-    """List files below a folder with such endings, without hidden entries or linked folders."""
 
     def fail(error: OSError) -> None:
         raise error

@@ -4,12 +4,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict
 
-
-def _several(value: object) -> object:
-    return (value,) if isinstance(value, str) else value
-
-
-Strings = Annotated[tuple[str, ...], BeforeValidator(_several)]
+Strings = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
 """Strings, of which a single one needs no brackets."""
 
 

@@ -31,7 +31,8 @@ def config_template(name: str) -> str:
             lines += _key(key, field, key)
     for key, table in tables.items():
         assert table.__doc__, "each table says what it is"
-        lines += ["", *_comment(_sentence(table.__doc__.partition(": ")[2])), f"[{key}]"]
+        about = table.__doc__.partition(": ")[2]
+        lines += ["", *_comment(about[0].upper() + about[1:].strip()), f"[{key}]"]
         for inner, field in table.model_fields.items():
             lines += _key(inner, field, f"{key}.{inner}")
     return "\n".join(lines) + "\n"
@@ -51,10 +52,6 @@ def _key(key: str, field: FieldInfo, path: str) -> Iterator[str]:
 def _example(field: FieldInfo, path: str) -> object:
     assert field.examples, f"{path} has no default, so it needs an example"
     return field.examples[0]
-
-
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:].strip()
 
 
 def _comment(text: str) -> Iterator[str]:

@@ -56,7 +56,8 @@ def save_model(
 
 def _save_whole(model: Any, tokenizer: Tokenizer, folder: Path, dtype: torch.dtype, *, merge: bool) -> None:
     is_writer, base = dist.get_rank() == 0, base_of(model) if merge else model
-    config = _config_of(base)
+    with as_trained(base):
+        config = type(base.config).from_dict(base.config.to_dict())
     if merge:
         plan = plan_merged(model, config, dtype, is_writer=is_writer)
     else:
@@ -97,11 +98,6 @@ def _save_adapter(model: Any, tokenizer: Tokenizer, folder: Path, dtype: torch.d
     _together(model, begin if is_writer else None)
     weights = adapter_weights(model, {})
     _together(model, write if is_writer else None)
-
-
-def _config_of(base: Any) -> PreTrainedConfig:
-    with as_trained(base):
-        return type(base.config).from_dict(base.config.to_dict())
 
 
 def write_configs(folder: Path, config: PreTrainedConfig, dtype: torch.dtype) -> None:

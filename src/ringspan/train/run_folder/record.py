@@ -37,7 +37,7 @@ class RunRecord:
 
 
 def read_record(config: TrainConfig) -> RunRecord:
-    """Return the record of ``config.run``, new or to resume."""
+    """Return the record of ``config.run``, new or to resume; refuse the folder of another or a finished run."""
     run = Path(config.run)
     if reason := why_no_folder(run):
         raise unusable(run, reason)
@@ -76,6 +76,7 @@ def read_record(config: TrainConfig) -> RunRecord:
             )
         if key != "run":
             changes.append(f"{key} = {json.dumps(now)} (was {json.dumps(before)})")
+    _refuse_finished(config)
     return RunRecord(run_id=run_id, is_new=False, config=config, changes=changes)
 
 
@@ -99,13 +100,14 @@ def _known(values: object, table: type[BaseModel], prefix: str, unknown: list[st
     return kept
 
 
-def check_run(config: TrainConfig) -> RunRecord:
-    """Refuse without a framework: missing packages or text, and the folder of another or a finished run."""
+def check_run(config: TrainConfig) -> None:
+    """Refuse what a file asks for, without a framework: missing packages, text that is not there, an unusable folder.
+
+    Once, as the file is read; of these only the folder may be another by the time that the ranks have started.
+    """
     config.require_extras()
     find_files((path for path in config.data.paths if not path.startswith("hub:")), config.data.extensions)
-    record = read_record(config)
-    _refuse_finished(config)
-    return record
+    read_record(config)
 
 
 def _refuse_finished(config: TrainConfig) -> None:

@@ -242,9 +242,7 @@ class RingLayer(Rearranged, CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: object) -> tuple[Tensor, Tensor]:
         """Keep this rank's part of the new tokens; return its whole share. UnsupportedError outside a forward pass."""
         turn = current_turn()
         if turn is None:
