@@ -22,7 +22,7 @@ from ringspan.torch.layers.cache_names import NAMES
 from ringspan.torch.layers.decoder import LayerKind
 from ringspan.torch.memory.folds import Fold, attend_in_folds
 from ringspan.torch.model.attention.indexed import ChoosingAttention, Rows, attend_to_chosen
-from ringspan.torch.model.attention.latents import expansion_of
+from ringspan.torch.model.attention.latents import absorbed_attention, absorbs, expansion_of
 from ringspan.torch.model.forward_arguments import UNSAID, Unsaid, check_attention
 from ringspan.torch.model.local_pass import Packed
 from ringspan.torch.multimodal.kinds import Blocks
@@ -109,14 +109,19 @@ class _Asked(NamedTuple):
     slopes: Tensor | None
 
 
-def _over_cache(module: object, qkv: Qkv, turn: Turn, kind: LayerKind, asked: _Asked, config: StepConfig) -> Tensor:
+def _over_cache(module: nn.Module, qkv: Qkv, turn: Turn, kind: LayerKind, asked: _Asked, config: StepConfig) -> Tensor:
     query, key, value = qkv
     if _has_temperature(module):
         query = _warmed(module, query, turn.positions[None])
     scores = Scores(query.shape[-1] ** -0.5 if asked.scale is None else asked.scale, asked.softcap or 0.0)
     query, key, value = in_autocast(query, key, value)
     key, value = key.to(query.dtype), value.to(query.dtype)  # written under autocast, or not
-    out = turn.attend(query, key, value, kind, scores, asked.sinks, config.kernel)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return turn.attend(query, key, value, kind, scores, asked.sinks, config.kernel)
+
+    is_absorbed = absorbs(module, turn)
+    out = absorbed_attention(module, query, key, value, attend) if is_absorbed else attend(query, key, value)
     return out.transpose(1, 2).contiguous()  # some models view it as (batch, tokens, hidden size)
 
 

@@ -3,26 +3,38 @@
 Modules compress a token's keys and values to R numbers and a rotary part of P, and expand both for each of H heads.
 """
 
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, Final
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.core.schedule.route import Route
 from ringspan.core.step_config import StepConfig
-from ringspan.torch.attention.cached import current_turn
+from ringspan.torch.attention.cached import Turn, current_turn
 from ringspan.torch.layers.modules import Mixin, mix_in
 from ringspan.torch.model.attention.indexed import choosing_modules, expansion, is_matrix
 from ringspan.torch.runtime.mesh import tensor_axis
 
+_FOR_LONG_HEADS: Final = ("auto", "eager")
+"""Kernels that compute with keys as long as a latent."""
+
 
 class LatentAttention(Mixin):
+    ring_absorbs: bool
+
     def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the latents (B, 1, T, R) as keys and the rotary part (B, 1, T, P) as values, except over a cache."""
-        if current_turn() is not None:
+        """Return the latents (B, 1, T, R) as keys and the rotary part (B, 1, T, P) as values.
+
+        Of a cache, whose tokens outnumber the queries by far, return both as keys and the latents as values.
+        """
+        turn = current_turn()
+        if turn is None:
+            return kv_nope, k_rot
+        if not absorbs(self, turn):
             return super().expand_kv(kv_nope, k_rot)  # pyright: ignore[reportAttributeAccessIssue]
-        return kv_nope, k_rot
+        return torch.cat((kv_nope, k_rot), -1), kv_nope
 
 
 def latent_modules(decoder: nn.Module, mesh: DeviceMesh, config: StepConfig) -> list[nn.Module]:
@@ -46,9 +58,14 @@ def _is_worth_it(module: Any) -> bool:
     return is_matrix(module.kv_b_proj) and module.kv_lora_rank + module.qk_rope_head_dim < expanded
 
 
-def send_latents(modules: Iterable[nn.Module]) -> None:
+def send_latents(modules: Iterable[nn.Module], config: StepConfig) -> None:
     for module in modules:
-        mix_in(module, LatentAttention)
+        mix_in(module, LatentAttention, ring_absorbs=config.kernel in _FOR_LONG_HEADS)
+
+
+def absorbs(module: object, turn: Turn) -> bool:
+    """Return whether queries over a cache are multiplied into the space of latents: a few, that every rank has."""
+    return isinstance(module, LatentAttention) and module.ring_absorbs and not turn.is_split
 
 
 def expansion_of(module: nn.Module, query: Tensor, latents: Tensor) -> Tensor | None:
@@ -56,3 +73,14 @@ def expansion_of(module: nn.Module, query: Tensor, latents: Tensor) -> Tensor | 
     if not isinstance(module, LatentAttention):
         return None
     return expansion(module, latents).unflatten(0, (query.shape[1], -1))
+
+
+def absorbed_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
+) -> Tensor:
+    """Return attention (B, H, T, v) by ``attend`` to latents, with absorbed queries."""
+    matrix = expansion(module, value).unflatten(0, (query.shape[1], -1))
+    nope = query.shape[-1] - key.shape[-1] + value.shape[-1]
+    absorbed = torch.einsum("bhtn,hnr->bhtr", query[..., :nope], matrix[:, :nope])
+    out = attend(torch.cat((absorbed, query[..., nope:]), -1), key, value)
+    return torch.einsum("bhtr,hvr->bhtv", out, matrix[:, nope:])
