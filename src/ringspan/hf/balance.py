@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import numpy as np
 import torch.distributed as dist
@@ -14,9 +14,6 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.core.sharing import even_out, worth_of_sharing
 from ringspan.hf.classes import classifies
 from ringspan.hf.seams import method_behind
-
-if TYPE_CHECKING:
-    from ringspan.hf.trainer import RingTrainerMixin
 
 _log: Final = logging.getLogger(__name__)
 # Whose ``compute_loss`` divides the sum over a step's targets by their number: not what a micro-batch has alone.
@@ -62,7 +59,7 @@ class EvenSampler(Sampler[int]):
             )
 
 
-def balance_steps(trainer: "RingTrainerMixin", loader: Any) -> None:
+def balance_steps(trainer: Any, loader: Any) -> None:
     """Deal a trainer's loader by its examples' work, in place."""
     data: Any = trainer.train_dataset
     sampler = loader.get_sampler() if hasattr(loader, "get_sampler") else None
@@ -82,7 +79,7 @@ def balance_steps(trainer: "RingTrainerMixin", loader: Any) -> None:
     loader.set_sampler(EvenSampler(sampler, work_of(trainer), shape))
 
 
-def _uncounted(trainer: "RingTrainerMixin") -> str | None:
+def _uncounted(trainer: Any) -> str | None:
     """Name the loss that may not be a sum over a step's targets over their number; None if it is one."""
     method = method_behind(trainer, "compute_loss")
     owner = f"{method.__module__}.{method.__qualname__}".removesuffix(".compute_loss")
@@ -93,7 +90,7 @@ def _uncounted(trainer: "RingTrainerMixin") -> str | None:
     return None if owner in _COUNTED else f"the loss of {owner.rpartition('.')[2]}.compute_loss"
 
 
-def work_of(trainer: "RingTrainerMixin") -> Callable[[int], int]:
+def work_of(trainer: Any) -> Callable[[int], int]:
     """Return an example's cost in (query, key) pairs: causal attention, plus tokens times the rest.
 
     A forward pass takes 4 C FLOPs per pair and layer (C hidden size, all heads) and 2 per token and weight.

@@ -3,7 +3,7 @@
 import copy
 import inspect
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -32,15 +32,11 @@ from ringspan.torch.multimodal.checks import check_media
 from ringspan.torch.multimodal.kinds import has_grid_positions
 from ringspan.torch.transport.digest import described
 
-if TYPE_CHECKING:
-    from ringspan.torch.generate.model import RingGenerator
-
-
 _PLAIN: Final = bool, int, float, str, list, tuple, dict  # of which ranks compare the text
 
 
 def agreed_options(
-    model: "RingGenerator", plain: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any], weights: str
+    model: Any, plain: Callable[..., object], args: tuple[Any, ...], kwargs: dict[str, Any], weights: str
 ) -> dict[str, Any]:
     """Return the arguments for transformers' ``generate``; PeerMismatch, or a rank's own error, on every rank."""
     with meeting(model.ring_mesh, "generate") as facts:

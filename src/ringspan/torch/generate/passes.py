@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,10 +38,6 @@ from ringspan.torch.multimodal.kinds import Blocks, Kind, has_grid_positions
 from ringspan.torch.multimodal.towers import PromptImages
 from ringspan.torch.recurrence.current import Before, SequencePass, passing
 from ringspan.torch.transport.digest import described
-
-if TYPE_CHECKING:
-    from ringspan.torch.generate.model import RingGenerator
-
 
 # What transformers' ``generate`` hands on to each pass, in which no model has a use for it.
 _OF_GENERATE: Final = "tokenizer", "assistant_tokenizer"
@@ -159,7 +155,7 @@ def _check_pass(model: RingModel, asked: CachePass) -> None:
         raise error
 
 
-def over_cache(model: "RingGenerator", asked: CachePass) -> CausalLMOutputWithPast:
+def over_cache(model: Any, asked: CachePass) -> CausalLMOutputWithPast:
     """Run tokens (B, n) over a cache and extend it: logits of the last ``logits_to_keep``, all when 0."""
     input_ids, attention_mask, position_ids, cache, use_cache, logits_to_keep, media = asked
     if cache is None:  # a processor asks, while the model generates

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
@@ -31,10 +31,6 @@ from ringspan.torch.memory.sharding import settle
 from ringspan.torch.model.config_changes import deciding_fields
 from ringspan.torch.multimodal.kinds import has_grid_positions, is_of
 from ringspan.torch.transport.collectives import gather
-
-if TYPE_CHECKING:
-    from ringspan.torch.generate.model import RingGenerator
-
 
 MANIFEST: Final = "manifest.json"
 _HALVES: Final = "keys", "values"
@@ -77,7 +73,7 @@ class SavedCache(_Record):
     shares: tuple[SavedShare, ...] = Field(strict=False)
 
 
-def save(model: "RingGenerator", cache: Any, folder: str | Path) -> None:
+def save(model: Any, cache: Any, folder: str | Path) -> None:
     """Write a cache into a new folder, on every rank; raise as ``RingGenerator.save_cache``."""
     target = Path(folder)
     scratch = target.with_name(f"{target.name}.tmp-new")
@@ -139,7 +135,7 @@ def _axis(mesh: DeviceMesh, name: str) -> tuple[int, int]:
     return (mesh[name].get_local_rank(), mesh[name].size()) if name in (mesh.mesh_dim_names or ()) else (0, 1)
 
 
-def _facts_to_save(model: "RingGenerator", cache: Any, target: Path) -> dict[str, Any]:
+def _facts_to_save(model: Any, cache: Any, target: Path) -> dict[str, Any]:
     if not isinstance(cache, RingCache):
         raise UnsupportedError(f"a {type(cache).__name__} cannot be saved; use a cache from model.new_cache()")
     if (cache.shares.ranks, len(cache.layers)) != (model.ring_mesh["ring"].size(), len(model.new_cache().layers)):
