@@ -103,9 +103,12 @@ def compared(count: int, seed: int) -> datasets.Dataset:
     """Two texts each, the first the better one, by so much."""
     draw = random.Random(seed)
     tokens = [
-        [[draw.randrange(2, VOCABULARY) for _ in range(draw.randrange(1, 23))] for _ in "ab"] for _ in range(count)
+        [[draw.randrange(2, VOCABULARY) for _ in range(draw.randrange(1, 13))] for _ in "abc"] for _ in range(count)
     ]
-    rows = [{"chosen_ids": first, "rejected_ids": second, "margin": draw.random()} for first, second in tokens]
+    rows = [
+        {"chosen_ids": both + first, "rejected_ids": both + second, "margin": draw.random()}
+        for both, first, second in tokens
+    ]
     return datasets.Dataset.from_list(rows)
 
 

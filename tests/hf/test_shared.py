@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import AutoModelForTokenClassification
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.hf import RingConfig
 from ringspan.hf.batches import takes_whole_batches, whole_logits
-from tests.hf.preferences import reward
-from tests.torch.models import build, tokens
+from tests.torch.models import build, config, tokens
 
 SHARED = {"shared_prefix": True, "min_shared_tokens": 1}
 
@@ -60,11 +60,12 @@ def refusals(mesh: DeviceMesh) -> list[str]:
         with pytest.raises(UnsupportedError) as error:
             model(**batch)
         found.append(str(error.value))
+    tagger = AutoModelForTokenClassification.from_config(config("llama", classifier_dropout=0.0))
     with pytest.raises(UnsupportedError) as error:
-        reward(mesh, "llama", SHARED, "", {})
+        takes_whole_batches(tagger, mesh, RingConfig(mesh=mesh, **SHARED))
     return [*found, str(error.value)]
 
 
 def test_rows_that_cannot_be_shared_are_refused(world):
     for found in world(2).run(refusals, 2):
-        assert "pad on the right" in found[0] and "no position_ids" in found[1] and "not labels" in found[2]
+        assert "pad on the right" in found[0] and "no position_ids" in found[1] and "labels each token" in found[2]

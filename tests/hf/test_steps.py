@@ -22,6 +22,7 @@ SHARED = {"shared_prefix": True, "min_shared_tokens": 1}
         (kto, "qwen3-window", {}, {}),
         (orpo, "llama", {}, {}),
         (reward, "llama", {"center_rewards_coefficient": 0.1}, {}),
+        (reward, "llama", {}, SHARED),
         (grpo, "llama", {"lora": True, "beta": 0.1, "num_iterations": 2}, {}),
         (grpo, "llama", {"lora": True, "beta": 0.1, "num_iterations": 2}, SHARED),
         (grpo, "qwen3-window", {"beta": 0.0, "sampled": True, "temperature": 0.7}, {}),

@@ -16,6 +16,7 @@ from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data.messages import read_conversations
 from ringspan.train.data.seen import SeenSequences
 from ringspan.train.data.sequences import build_seen
+from ringspan.train.job import prepare
 from ringspan.train.model import build_model, load_model_config, load_processor
 from tests.train.conversations import CONFIG, TEMPLATE, WORDS, write_conversations, write_processor
 from tests.train.runs import losses, plain_steps, train_on
@@ -172,11 +173,14 @@ def test_what_is_wrong_with_an_example_is_one_line_that_names_it(talk, tmp_path,
         ({"data": {"documents": "separate"}}, "data.documents: is of text, and data.messages reads conversations"),
         ({"data": {"messages": "talks"}}, "data.messages = 'talks': .*talk.jsonl:1 has no list of messages"),
         ({"data": {"paths": "hub:some/thing"}}, "conversations .data.messages. are read from local files"),
+        ({"data": {"shared_prefix": True}}, r"data.shared_prefix = true: is for text, and .*talk.jsonl:2 has .*\.png"),
+        ({"data": {"shared_prefix": True}, "optimizer": {"batch_size": 1}}, "optimizer.batch_size = 1 has no second"),
+        ({"data": {"shared_prefix": True, "messages": None}}, "is for conversations; set data.messages"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(talk, changes, message):
     with pytest.raises(ConfigError, match=message):
-        read_conversations(settings(talk, "bad", **changes).data)
+        build_seen(settings(talk, "bad", **changes), None)
 
 
 def test_a_folder_without_a_processor_is_refused(talk):
@@ -208,3 +212,23 @@ def test_frames_of_a_video_become_one_array(talk, tmp_path):
     batch = SeenSequences(read_conversations(data).examples, processor, sequence_length_tokens=29).batch([0])
     assert batch["pixel_values_videos"].shape == (1, 2, 10, 8, 3)
     assert int(batch["attention_mask"].sum()) == 2
+
+
+SHARED = {"shared_prefix": False}, {"shared_prefix": True}
+
+
+def tokens_of(_: Any, config: TrainConfig) -> int:
+    return sum(part["input_ids"].numel() for part in prepare(config).batches.step(1)[1])
+
+
+def test_steps_with_shared_beginnings_equal_rows(pool, talk):
+    texts = ["what colour is this square", "this is a square and then", "this is"]
+    rows = [[{"role": "user", "content": f"{text} {word}"}] for text in texts for word in ("red", "green", "blue a")]
+    (talk / "text.jsonl").write_text("\n".join(json.dumps({"messages": messages}) for messages in rows))
+    data = {"paths": str(talk / "text.jsonl"), "eval_fraction": 0.0, "min_shared_tokens": 2}
+    sizes = {"optimizer": {"batch_size": 4, "accumulation_steps": 2}, "mesh": {"ring": 2}}
+    for name, one in zip(("rows", "tree"), SHARED, strict=True):
+        pool.run(train_on, 2, settings(talk, name, data=data | one, **sizes))
+    assert losses(talk / "tree") == pytest.approx(losses(talk / "rows"), rel=5e-6)
+    rows, tree = (pool.run(tokens_of, 2, settings(talk, "x", data=data | one, **sizes))[0] for one in SHARED)
+    assert tree < rows / 2

@@ -23,7 +23,6 @@ from ringspan.hf.classes import classified
 from ringspan.hf.config import RingConfig
 from ringspan.hf.fused import fused_output, take_fused_forward
 from ringspan.hf.refusals import refuse_loss_options
-from ringspan.hf.shared import SharedRows
 from ringspan.torch.consistency.calls import exchanging, preparing
 from ringspan.torch.data.batch import IGNORED, TAKEN, shard_batch
 from ringspan.torch.data.batch_layout import BatchLayout, Unsharded
@@ -34,7 +33,8 @@ from ringspan.torch.layers.decoder import text_config
 from ringspan.torch.layers.modules import mix_in, seen_as
 from ringspan.torch.model.adapters import base_of
 from ringspan.torch.model.tasks.causal_lm import RingCausalLM
-from ringspan.torch.model.tasks.classifier import RingClassifier
+from ringspan.torch.model.tasks.classifier import RingClassifier, pools
+from ringspan.torch.model.tasks.shared_rows import SharedRows
 from ringspan.torch.parallelize import put_on_mesh
 
 _log: Final = logging.getLogger(__name__)
@@ -47,8 +47,6 @@ class WholeBatches:
     ring_wants_logits = False
     """True if a pass with labels returns logits too."""
     ring_checkpoint: str
-    ring_min_shared: int | None
-    """Tokens that rows must begin with alike to share them; None if no rows do."""
 
     @torch.compiler.disable(recursive=False)
     def __call__(self: Any, *args: Any, **kwargs: object) -> Any:
@@ -112,6 +110,8 @@ def takes_whole_batches(
         devices = [torch.cuda.current_device()] if mesh.device_type == "cuda" else []
         with torch.random.fork_rng(devices):  # what is drawn next is what one process would draw
             put_on_mesh(model, mesh, config.step)  # pyright: ignore[reportArgumentType]
+    if config.shared_prefix and _is(base, RingClassifier) and not pools(base):
+        raise UnsupportedError("shared_prefix=True: this model labels each token, and shared ones once; leave it out")
     if not _is(base, WholeBatches):
         about = {"ring_checkpoint": config.checkpoint, "ring_min_shared": config.min_shared}
         mix_in(base, WholeBatches, **about, forward=seen_as(plain, type(base).forward))

@@ -11,7 +11,9 @@ from ringspan.torch.data.batch_layout import BatchLayout, Unsharded
 from ringspan.torch.data.padding import real_tokens, refuse_targets_of_padding
 from ringspan.torch.layers.view import RingModel
 from ringspan.torch.model.adapters import base_of
-from ringspan.torch.model.tasks.classifier import RingClassifier, pools
+from ringspan.torch.model.tasks.causal_lm import Asked
+from ringspan.torch.model.tasks.classifier import RingClassifier, ends_of, pools
+from ringspan.torch.model.tasks.shared_rows import SharedRows
 
 
 def classifies(model: nn.Module) -> bool:
@@ -30,9 +32,17 @@ def classified(model: RingModel, call: Callable[..., Any], kwargs: dict[str, Any
     with preparing(model.ring_mesh, "a forward pass"):
         if labels is not None and not pools(model):
             refuse_targets_of_padding(labels != IGNORED, real_tokens(whole), "labels", 0)
-        local = shard_batch(whole, model.ring_mesh, layout=model.ring_layout)
+        least, shared = model.ring_min_shared, None
+        if least is None:
+            local = shard_batch(whole, model.ring_mesh, layout=model.ring_layout)
+        else:
+            ends = ends_of(model, whole["input_ids"], real_tokens(whole))
+            shared = SharedRows(model, whole | {"shift_labels": ends}, least)
+            local, kwargs["ring_asked"] = shared.local, Asked.ENDS
     output = call(**local, **kwargs)
     logits: Tensor = output.logits.float() if model.ring_autocast is not None else output.logits
+    if shared is not None:
+        logits = shared.of_targets(logits).sum(1)
     if not pools(model):
         ring, length = model.ring_mesh["ring"], whole["input_ids"].shape[1]
         layout = BatchLayout.of(model.ring_layout, length, ring.size(), local.get("document_lengths"))

@@ -18,7 +18,6 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import PredictionOutput, TrainOutput, seed_worker
 
-from ringspan.core.errors import UnsupportedError
 from ringspan.hf.balance import balance_steps
 from ringspan.hf.batches import takes_whole_batches, whole_logits
 from ringspan.hf.classes import classifies
@@ -157,8 +156,6 @@ class RingTrainerMixin(TrainerSeams):
     def _put_on_ring(self, model: nn.Module) -> None:
         autocast = self.accelerator.autocast if self.accelerator.native_amp else None
         takes_whole_batches(model, self.ring_mesh, self.ring, autocast)
-        if self.ring.shared_prefix and classifies(model):
-            raise UnsupportedError("shared_prefix=True is for models that predict tokens, not labels; leave it out")
 
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return Trainer's batches, the same within a ring; random draws of workers are by replica too."""

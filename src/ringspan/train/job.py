@@ -28,6 +28,8 @@ from ringspan.torch.layers.decoder import decoder_of, text_config
 from ringspan.torch.layers.modules import whole
 from ringspan.torch.layers.positions import beyond_table
 from ringspan.torch.memory.checkpointing import choose_checkpoint
+from ringspan.torch.model.adapters import base_of
+from ringspan.torch.model.tasks.shared_rows import SharedRows
 from ringspan.torch.parallelize import put_on_mesh
 from ringspan.torch.runtime.launch import local_device
 from ringspan.torch.runtime.mesh import init_mesh
@@ -132,7 +134,7 @@ def prepare(
         raise error
     doing("measuring how fast the ranks are")
     optimizer = build_optimizer(model, settings)
-    batches = Batches(config, mesh, data.train, device)
+    batches = Batches(config, model, mesh, data.train, device)
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     facts = {
         "parameters": num_parameters,
@@ -184,8 +186,12 @@ def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
 class Batches:
     """This rank's part of each step: its replica's examples, its ring's share of each."""
 
-    def __init__(self, config: TrainConfig, mesh: DeviceMesh, sequences: Sequences, device: torch.device) -> None:
+    def __init__(
+        self, config: TrainConfig, model: torch.nn.Module, mesh: DeviceMesh, sequences: Sequences, device: torch.device
+    ) -> None:
         self._sequences, self._mesh, self._device = sequences, mesh, device
+        self._model: Any = base_of(model)
+        self._shares = config.data.min_shared_tokens if config.data.shared_prefix else 0
         self._split: Any = {"layout": config.attention.layout, "folds": config.memory.folds, "device": device}
         settings, replicate = config.optimizer, mesh["replicate"].size()
         self._is_balanced = config.data.balance == "flops"
@@ -223,8 +229,12 @@ class Batches:
         batches = [self._sequences.batch(some.tolist()) for some in indices]
         valid = torch.tensor(sum(int((b["shift_labels"] != IGNORED).sum()) for b in batches), device=self._device)
         dist.all_reduce(valid, group=self._mesh["replicate"].get_group())
-        parts = (shard_batch(b, self._mesh, **self._split) for b in batches)
-        return int(valid), parts
+        return int(valid), map(self._part, batches)
+
+    def _part(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        if self._shares:
+            return SharedRows(self._model, batch, self._shares, self._device).local
+        return shard_batch(batch, self._mesh, **self._split)
 
 
 def learning_rate(step: int, steps: int, settings: OptimizerConfig) -> float:

@@ -184,7 +184,7 @@ def _check_batch(
         _check_skipped(model.ring_skipped, input_ids, rows < ends if real_tokens is None else real_tokens)
     if error := beyond_table(model, decoder_on_ring(model), longest):
         raise error
-    if shift_labels is not None:
+    if shift_labels is not None and labels:  # a classifier has no vocabulary
         check_entries("labels", shift_labels.masked_fill(shift_labels == IGNORED, 0), labels)
 
 

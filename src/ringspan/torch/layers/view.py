@@ -87,6 +87,8 @@ class RingModel(_Model):
     """Kind of head tried out last."""
     ring_stateful: bool
     """True if layers have states or convolutions."""
+    ring_min_shared: int | None
+    """Tokens that a trainer's rows must begin with alike to share them; None if no rows do."""
     ring_no_tree: str
     """Part of the model that takes no trees of segments; empty if all of it does."""
     ring_compiled: bool

@@ -27,6 +27,11 @@ class DataConfig(Table):
     """The field with a conversation, a list of messages with role and content, in .json and .jsonl files, instead of
     text_field. Contents may have parts of type "image", "video" and "audio" with a path relative to their file (a video
     also a list of frames). The model's processor turns each conversation into a sequence."""
+    shared_prefix: bool = False
+    """Compute once what the conversations of a micro-step begin with alike, such as a system prompt or earlier turns;
+    for messages of text. The loss stays the same."""
+    min_shared_tokens: int = Field(default=64, ge=1)
+    """The shortest beginning that conversations share."""
     hub_split: str = "train"
     """Split of the Hub datasets; slices such as "train[:1%]" work."""
     extensions: tuple[str, ...] = Field(
@@ -51,6 +56,8 @@ class DataConfig(Table):
 
     @model_validator(mode="after")
     def _of_conversations(self) -> "DataConfig":
+        if self.shared_prefix and self.messages is None:
+            raise ConfigError("data.shared_prefix = true: is for conversations; set data.messages, or leave it out")
         if self.messages is not None:
             for name in ("text_field", "documents"):
                 if name in self.model_fields_set:

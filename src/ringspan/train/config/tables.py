@@ -278,6 +278,11 @@ class TrainConfig(Table):
                 f'data.balance = "flops": sequences of data.documents = "{self.data.documents}" all take the same '
                 'attention; set documents = "separate", or leave balance out'
             )
+        if self.data.shared_prefix and self.optimizer.batch_size == 1:
+            raise ConfigError(
+                "data.shared_prefix = true: the sequences of a micro-step share, and optimizer.batch_size = 1 has no "
+                "second one; raise it, or leave shared_prefix out"
+            )
         if self.optimizer.rounding != "nearest" and self.model.parameter_dtype != "bfloat16":
             raise ConfigError(
                 f'optimizer.rounding = "{self.optimizer.rounding}": is for model.parameter_dtype = "bfloat16", and it '

@@ -145,6 +145,10 @@ def build_seen(config: TrainConfig, processor: object) -> Data:
     """Build a run's sequences of conversations (data.messages), the last ones held out."""
     settings, conversations = config.data, read_conversations(config.data)
     examples = conversations.examples
+    if settings.shared_prefix and (seen := next((example for example in examples if example.media), None)):
+        raise ConfigError(
+            f"data.shared_prefix = true: is for text, and {seen.place} has {seen.media[0]}; leave one out"
+        )
     held_out = math.ceil(settings.eval_fraction * len(examples))
     if held_out == len(examples) or (len(examples) < MIN_DOCUMENTS_TO_SPLIT and not _asks_for_evaluation(config)):
         held_out = 0

@@ -50,6 +50,7 @@ from ringspan.torch.transport.collectives import Sum, SumOfGradients
 class Asked(Enum):
     LOSS = "a forward pass"
     LOGPROBS = "token_logprobs"
+    ENDS = "the logits of rows"
 
 
 @dataclass(frozen=True)

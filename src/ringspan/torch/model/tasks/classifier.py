@@ -13,13 +13,14 @@ from transformers.modeling_outputs import SequenceClassifierOutputWithPast, Toke
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.consistency.loop_watch import watch_backward
 from ringspan.torch.data.batch_layout import BatchLayout
+from ringspan.torch.data.padding import IGNORED
 from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.router_loss import refuse_router_loss
 from ringspan.torch.layers.view import ModelView, RingModel
 from ringspan.torch.memory.sharding import renew_types
 from ringspan.torch.model.local_pass import local_hidden_states
 from ringspan.torch.model.support import giving, is_same, refuse_unsupported_decoder
-from ringspan.torch.model.tasks.causal_lm import RingCausalLM
+from ringspan.torch.model.tasks.causal_lm import Asked, RingCausalLM
 from ringspan.torch.model.view import LABELS, SEQUENCES
 from ringspan.torch.transport.collectives import Sum
 from ringspan.torch.weights.loading import named_in, refuse_not_finite
@@ -77,20 +78,19 @@ class RingClassifier(RingCausalLM):
     def ring_bind(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.BoundArguments:
         """Bind a call's arguments to names; raise for labels, log-probabilities, or texts whose ends nothing tells."""
         name = class_name(self)
-        if kwargs.get("ring_asked") is not None:
+        if kwargs.get("ring_asked") not in (None, Asked.ENDS):
             raise UnsupportedError(f"{name} predicts no tokens; give token_logprobs a causal language model")
         bound = super().ring_bind(args, kwargs)
+        if "ring_asked" in kwargs:  # with the ends of rows in place of labels
+            return bound
         if bound.arguments.get("shift_labels") is not None:
             raise UnsupportedError(
                 f"{name} takes no labels on a ring; compute the loss of its logits, which every rank has"
             )
         if (lengths := bound.arguments.get("document_lengths")) is not None and lengths.ndim == 3:
             raise UnsupportedError(f"{name} predicts no tokens; give it separate rows, and no tree of segments")
-        ids, padding = bound.arguments.get("input_ids"), self.config.get_text_config().pad_token_id
-        if pools(self) and padding is None and isinstance(ids, Tensor) and len(ids) > 1:
-            raise UnsupportedError(
-                f"{name} has no pad_token_id, which tells where each of {len(ids)} sequences ends; set it"
-            )
+        if pools(self) and isinstance(ids := bound.arguments.get("input_ids"), Tensor):
+            _padding_of(self, len(ids))
         return bound
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -103,6 +103,8 @@ class RingClassifier(RingCausalLM):
         layout_digest: Tensor | None = None,
         real_tokens: Tensor | None = None,
         num_items_in_batch: int | Tensor | None = None,
+        shift_labels: Tensor | None = None,
+        tree_targets: Tensor | None = None,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         **kwargs: object,
@@ -118,6 +120,9 @@ class RingClassifier(RingCausalLM):
         longest = int(sequence_length)
         hidden = local_hidden_states(self, input_ids, position_ids, longest, document_lengths, None)
         head: Any = getattr(self, LABELS)
+        if shift_labels is not None and tree_targets is not None:  # local logits (1, R, L) of ``ends_of``
+            pooled = head(hidden[:, tree_targets[:, 0]]) * (shift_labels != IGNORED)[..., None]
+            return SequenceClassifierOutputWithPast(logits=watch_backward(pooled))
         if not pools(self):
             return TokenClassifierOutput(logits=watch_backward(head(hidden)))
         ring = self.ring_mesh["ring"]
@@ -142,10 +147,32 @@ def _refuse_padding(model: RingModel, is_here: Tensor, real: Tensor | None) -> N
     for axis in ("ring", "replicate"):
         dist.all_reduce(found, dist.ReduceOp.MAX, group=model.ring_mesh[axis].get_group())
     if row := int(found):
+        raise _ends_in_padding(model, row - 1)
+
+
+def _ends_in_padding(model: RingModel, row: int) -> UnsupportedError:
+    return UnsupportedError(
+        f"row {row}: its last token that is no pad_token_id ({model.config.get_text_config().pad_token_id}) is "
+        "padding by attention_mask; leave rows of padding alone out, and pad with that token"
+    )
+
+
+def _padding_of(model: RingModel, rows: int) -> int | None:
+    padding = model.config.get_text_config().pad_token_id
+    if padding is None and rows > 1:
         raise UnsupportedError(
-            f"row {row - 1}: its last token that is no pad_token_id ({model.config.get_text_config().pad_token_id}) is "
-            "padding by attention_mask; leave rows of padding alone out, and pad with that token"
+            f"{class_name(model)} has no pad_token_id, which tells where each of {rows} sequences ends; set it"
         )
+    return padding
+
+
+def ends_of(model: RingModel, ids: Tensor, real: Tensor | None) -> Tensor:
+    """Return 0 at each row's last token other than ``pad_token_id``, -100 elsewhere, (B, S)."""
+    padding, places = _padding_of(model, len(ids)), torch.arange(ids.shape[1], device=ids.device)
+    last = torch.where(ids != (-1 if padding is None else padding), places, 0).amax(1, keepdim=True)
+    for row in [] if real is None else (~real.gather(1, last))[:, 0].nonzero().tolist():
+        raise _ends_in_padding(model, row[0])
+    return torch.full_like(ids, IGNORED).scatter_(1, last, 0)
 
 
 def _last_places(model: RingModel, ids: Tensor, places: Tensor, length: int) -> Tensor:

@@ -28,7 +28,9 @@ _TAKEN: Final = frozenset({"input_ids", "attention_mask", "labels", "shift_label
 class SharedRows:
     """Rows of a whole batch, computed as the branches of a tree: each target counts as in its row."""
 
-    def __init__(self, model: RingModel, whole: Mapping[str, Tensor], least: int) -> None:
+    def __init__(
+        self, model: RingModel, whole: Mapping[str, Tensor], least: int, device: torch.device | None = None
+    ) -> None:
         """Find what rows share in ``least`` tokens or more.
 
         Raises:
@@ -41,7 +43,7 @@ class SharedRows:
                 "batches and images out, or shared_prefix"
             )
         real, ids = real_tokens(whole), whole["input_ids"]
-        targets, device = targets_of(whole, real), ids.device
+        targets, device = targets_of(whole, real), device or ids.device
         keep = torch.ones_like(ids, dtype=torch.bool).cpu() if real is None else real.cpu()
         skips = rotates(text_config(model.config)) or counts_real_tokens(decoder_on_ring(model))
         if not skips and not bool(keep[keep.any(1), 0].all()):
