@@ -53,6 +53,7 @@ def main() -> None:
         make_base(base, arguments.length)
     dist.barrier()
 
+    torch.manual_seed(0)  # the same adapters on every rank
     packed = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
     lora = LoraConfig(task_type="CAUSAL_LM", r=16, lora_alpha=32, target_modules="all-linear")
     model = rs.from_pretrained(

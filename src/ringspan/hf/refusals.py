@@ -19,6 +19,7 @@ from ringspan.torch.layers.view import RingModel
 _OPTIMIZERS: Final = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"}) | {
     *("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit"),
     *("lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
+    *("adamw_torch_8bit", "adamw_torch_4bit"),
 }
 # TRL's callbacks, and what to do instead.
 _CALLBACKS: Final = {

@@ -18,7 +18,7 @@ def build_optimizer(model: PreTrainedModel, settings: OptimizerConfig) -> torch.
     groups, options = _decayed(model, settings), {"betas": settings.betas, "eps": settings.eps}
     if settings.name != "adamw":
         return _of_bitsandbytes(groups, options, settings.name)
-    if settings.state == "8bit":
+    if settings.state != "float32":
         return _low_bit(groups, options, settings)
     if settings.on_host:
         return HostAdamW(groups, masters=settings.rounding == "master", **options)
@@ -47,11 +47,12 @@ def _of_bitsandbytes(groups: list[dict[str, Any]], options: dict[str, Any], name
 
 def _low_bit(groups: list[dict[str, Any]], options: dict[str, Any], settings: OptimizerConfig) -> torch.optim.Optimizer:
     if importlib.util.find_spec("torchao") is not None:
-        from torchao.optim import AdamW8bit  # pyright: ignore[reportMissingImports]
+        from torchao.optim import AdamW4bit, AdamW8bit  # pyright: ignore[reportMissingImports]
 
-        return AdamW8bit(groups, bf16_stochastic_round=settings.rounding == "stochastic", **options)
+        kind = AdamW8bit if settings.state == "8bit" else AdamW4bit
+        return kind(groups, bf16_stochastic_round=settings.rounding == "stochastic", **options)
     raise ConfigError(
-        'optimizer.state = "8bit": needs torchao, which is not installed; pip install torchao, or set '
+        f'optimizer.state = "{settings.state}": needs torchao, which is not installed; pip install torchao, or set '
         'optimizer.state = "float32"'
     )
 

@@ -128,8 +128,8 @@ class OptimizerConfig(Table):
     """Share of each target's probability spread over the vocabulary."""
     name: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "lion_8bit"] = "adamw"
     """AdamW, or an optimizer of bitsandbytes with moments in 8 bits, or in pages that go to the host if need be."""
-    state: Literal["float32", "8bit"] = "float32"
-    """Moments of AdamW; "8bit" needs torchao."""
+    state: Literal["float32", "8bit", "4bit"] = "float32"
+    """Moments of AdamW; "8bit" and "4bit" need torchao."""
     on_host: bool = False
     """Keep AdamW's moments in host memory, and update there."""
     rounding: Literal["nearest", "stochastic", "master"] = "nearest"
