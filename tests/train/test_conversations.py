@@ -226,9 +226,9 @@ def test_steps_with_shared_beginnings_equal_rows(pool, talk):
     rows = [[{"role": "user", "content": f"{text} {word}"}] for text in texts for word in ("red", "green", "blue a")]
     (talk / "text.jsonl").write_text("\n".join(json.dumps({"messages": messages}) for messages in rows))
     data = {"paths": str(talk / "text.jsonl"), "eval_fraction": 0.0, "min_shared_tokens": 2}
-    sizes = {"optimizer": {"batch_size": 4, "accumulation_steps": 2}, "mesh": {"ring": 2}}
+    sizes = {"optimizer": {"batch_size": 4, "accumulation_steps": 2}, "mesh": {"ring": 2, "replicate": 2}}
     for name, one in zip(("rows", "tree"), SHARED, strict=True):
-        pool.run(train_on, 2, settings(talk, name, data=data | one, **sizes))
+        pool.run(train_on, 4, settings(talk, name, data=data | one, **sizes))
     assert losses(talk / "tree") == pytest.approx(losses(talk / "rows"), rel=5e-6)
-    rows, tree = (pool.run(tokens_of, 2, settings(talk, "x", data=data | one, **sizes))[0] for one in SHARED)
+    rows, tree = (pool.run(tokens_of, 4, settings(talk, "x", data=data | one, **sizes))[0] for one in SHARED)
     assert tree < rows / 2
