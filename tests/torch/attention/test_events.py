@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, assume, example, given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ringspan as rs
 from ringspan.core.geometry.layout import CustomLayout
@@ -24,9 +25,11 @@ from ringspan.core.schedule.workspace import Gradients, Returning, Shape, Taken
 from ringspan.measure.trace.tracker import MemoryTracker
 from ringspan.torch import kernels
 from ringspan.torch.attention import ring
+from ringspan.torch.attention.calls import calls_of
 from ringspan.torch.attention.part import Ring, accumulation_dtype
 from ringspan.torch.attention.spec import AttentionSpec
 from ringspan.torch.kernels.contract import Scores
+from ringspan.torch.kernels.device import ruled_by, rules_of
 from ringspan.torch.kernels.memory import ANY
 from ringspan.torch.transport.exchange import PendingReceive, Transfer
 from tests.core.strategies import custom_layouts, masks
@@ -48,7 +51,9 @@ class Alone:
         return spec.empty()
 
     def post(self, sends, receives, message):
-        pending = [PendingReceive(peer, spec, spec.empty().zero_()) for peer, spec in receives]
+        pending = [PendingReceive.of(peer, asked) for peer, asked in receives]
+        for each in pending:
+            each.read().zero_()
         if not sends and not receives:
             return Transfer([], []), pending
         sent, received = ([(peer, x.nbytes) for peer, x in each] for each in (sends, receives))
@@ -195,8 +200,13 @@ def both(part, loop, arguments, kernel, **options):
         q, k, v = arguments[1:4] if loop is ring.backward else arguments
         serving = kernels.serving(kernel, q, v, SCORES)
         _, heads, _ = next(mine.heads(q, k))
-        replayed = Replayed(calls, lambda tiles: kernels.choose(serving, tiles, q[:, heads]))
-        walk = events.backward if loop is ring.backward else events.forward
+        walk, choose = events.forward, partial(kernels.choose, serving, q=q[:, heads])
+        if loop is ring.backward:
+            walk = events.backward
+        if part.schedule.gathered is not None:
+            found = calls_of(part.schedule, serving, q[:, heads], is_backward=loop is ring.backward)
+            choose = lambda tiles: found.calls[0][0]  # noqa: E731
+        replayed = Replayed(calls, choose)
         counted = held(replace(part, kernel=replayed), walk)
     most = max((moment.total_bytes for moment in tracker.moments), default=0)
     return (exchange.log, most - sum(x.nbytes for x in results)), counted
@@ -204,7 +214,7 @@ def both(part, loop, arguments, kernel, **options):
 
 # Everything at once on every route; then what each of the kernels takes.
 _ALL = {"length": 61, "keys": None, "mask": rs.sliding_window(17), "layout": "zigzag", "ranks": 6, "batch": 2}
-_ALL |= {"grouping": (8, 4, 2), "sizes": (8, 8), "shares": True}
+_ALL |= {"grouping": (8, 4, 2), "sizes": (8, 8), "shares": True, "in_place": True}
 _TYPES = {"dtype": torch.bfloat16, "comm_dtype": "int8", "gradient_comm_dtype": "bfloat16"}
 _EXACT = {"dtype": torch.float32, "comm_dtype": "exact", "gradient_comm_dtype": "exact"}
 
@@ -226,7 +236,7 @@ def each(name, values, **others):
 @example(  # what is held beside the queries that travel is the most only where there is little else
     length=2, keys=None, mask=rs.causal(), layout="zigzag", ranks=2, rank=0, route="pass-q", batch=1,
     grouping=(4, 2, 2), sizes=(8, 8), dtype=torch.bfloat16, comm_dtype="exact", gradient_comm_dtype="exact",
-    kernel="triton", shares=False,
+    kernel="triton", shares=False, in_place=False,
 )  # fmt: skip
 @given(
     length=st.integers(1, 70),
@@ -244,11 +254,12 @@ def each(name, values, **others):
     gradient_comm_dtype=st.sampled_from(GRADIENT_COMM_DTYPE_NAMES),
     kernel=st.sampled_from(["auto", "cpu", "eager", "triton", *OF_CUDA]),
     shares=st.booleans(),
+    in_place=st.booleans(),
 )
 @examples(100, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
 def test_the_loop_sends_waits_and_holds_what_its_events_say(
     length, keys, mask, layout, ranks, rank, route, batch, grouping, sizes, dtype, comm_dtype, gradient_comm_dtype,
-    kernel, shares,
+    kernel, shares, in_place,
 ):  # fmt: skip
     """``shares``: dk and dv are asked for in float32, as where members of a Ulysses group share a head."""
     heads, kv_heads, head_groups = grouping
@@ -264,9 +275,11 @@ def test_the_loop_sends_waits_and_holds_what_its_events_say(
     part = steps.Part(
         make_schedule(split[0], mask, rank, split[1], way), shape, tokens, key_tokens, head_groups=head_groups,
         comm_dtype="exact" if way.passes_queries else comm_dtype, gradient_comm_dtype=gradient_comm_dtype,
+        in_place=in_place,
     )  # fmt: skip
     dout, q, k, v, out, lse = numbers(shape, tokens, key_tokens, dtype)
-    with installed() if kernel in OF_CUDA else nullcontext():
+    rules = replace(rules_of(q.device), cuts_for_cores=not in_place)
+    with installed() if kernel in OF_CUDA else nullcontext(), ruled_by(cpu=rules):
         real, counted = both(part, ring.forward, (q, k, v), kernel)
         assert counted == real
         schedule = make_schedule(split[0], mask, rank, split[1], way.backward)
@@ -294,3 +307,32 @@ def test_a_plan_and_the_loop_take_the_same_kernel(layout, route, dtype):
         for name, kernel in (("cpu", Returning(part.group, pieces)), ("triton", None)):
             real, _ = both(part, loop, arguments, name)
             assert held(replace(part, kernel=kernel), walk) == real
+
+
+class Copies(TorchDispatchMode):
+    """How many numbers are copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        self.numbers += args[0].numel() if operator is torch.ops.aten.copy_.default else 0
+        return operator(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+def test_gathered_keys_are_copied_by_their_owner_alone(in_place):
+    """Where they arrive where they are used; on a CPU, what is sent is packed, and what arrives is copied as well."""
+    layout, shape = rs.Layout("zigzag", 96, 4), Shape(1, 4, 2, 8, 8, 4)
+    _, q, k, v, _, _ = numbers(shape, 24, 24, torch.float32)
+    schedule, spec = (
+        make_schedule(layout, rs.causal(), 1, None, "all-gather"),
+        AttentionSpec(scale=1.0, kernel="triton"),
+    )
+    assert schedule.gathered is not None
+    rules = replace(rules_of(q.device), cuts_for_cores=not in_place)
+    with patch.dict(kernels.KERNELS, triton=Nothing()), ruled_by(cpu=rules), torch.no_grad(), Copies() as copies:
+        ring.forward(Ring(schedule, Alone(), SCORES, spec), q, k, v)
+    own, there = (tokens * 2 * (8 + 8) for tokens in (24, schedule.gathered.num_keys))
+    assert copies.numbers == own if in_place else copies.numbers > there

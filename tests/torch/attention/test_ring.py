@@ -1,5 +1,6 @@
 """The ring loop against the float64 oracle: every mask, layout, number of ranks, grouping and dtype."""
 
+from dataclasses import replace
 from functools import partial
 from itertools import cycle, product
 
@@ -20,6 +21,7 @@ from ringspan.torch.attention import ring
 from ringspan.torch.attention.op import assemble
 from ringspan.torch.attention.part import sink_gradient
 from ringspan.torch.attention.spec import AttentionSpec
+from ringspan.torch.kernels.device import ruled_by, rules_of
 from tests.core.strategies import masks
 from tests.fuzz import examples
 from tests.torch.views import VECTORS, VIEWS, numbers_for
@@ -258,8 +260,8 @@ _LONG = _EXAMPLE | {"shape": shape((4, 2), (12, 8), 2)}
 _ONE = {"length": 44, "layout": "contiguous", "ranks": 1, "route": "ring", "shape": shape((1, 1), (12, 8))}
 _EMPTY = {"length": 32, "layout": "contiguous", "ranks": 4, "shape": shape((2, 2))}
 _LIES = {"views": ("contiguous",) * 4, "vectors": ("contiguous",) * 2}
-_PLAIN = {"scale": None, "softcap": 0.0, "has_slopes": False, "has_sinks": False} | _LIES
-_ALL = {"scale": -0.4, "softcap": 2.0, "has_slopes": True, "has_sinks": True} | _LIES
+_PLAIN = {"scale": None, "softcap": 0.0, "has_slopes": False, "has_sinks": False, "in_place": True} | _LIES
+_ALL = {"scale": -0.4, "softcap": 2.0, "has_slopes": True, "has_sinks": True, "in_place": True} | _LIES
 _MANY_VIEWS = {"views": ("tokens last", "expanded tokens", "fused, numbers interleaved", "expanded scalar")}
 views = st.tuples(*[st.just("contiguous") | st.sampled_from(list(VIEWS))] * 4)
 vectors = st.tuples(*[st.sampled_from(list(VECTORS))] * 2)
@@ -267,6 +269,8 @@ vectors = st.tuples(*[st.sampled_from(list(VECTORS))] * 2)
 
 @example(mask=rs.sliding_window(17), **_EXAMPLE, **_PLAIN)
 @example(mask=rs.causal(), **_LONG, **_ALL)
+@example(mask=rs.causal(), **_LONG | {"route": "all-gather"}, **_ALL)
+@example(mask=rs.causal(), **_EXAMPLE | {"length": 2, "ranks": 2, "layout": "striped", "route": "all-gather"}, **_PLAIN)
 @example(mask=rs.documents([1]), **_ONE, **_PLAIN)
 @example(mask=rs.documents([3]), route="ring", **_EMPTY, **_PLAIN | {"has_sinks": True})
 @example(mask=rs.Mask.parse("regions:0,2,8,24,,;6,8,8,24,,"), route="pass-q", **_EMPTY, **_PLAIN)
@@ -285,11 +289,14 @@ vectors = st.tuples(*[st.sampled_from(list(VECTORS))] * 2)
     has_sinks=st.booleans(),
     views=views,
     vectors=vectors,
+    in_place=st.booleans(),
 )
 @examples(120, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much])
-def test_any_mask_on_any_layout(length, mask, layout, ranks, route, shape, **options):
+def test_any_mask_on_any_layout(length, mask, layout, ranks, route, shape, in_place, **options):
+    """``in_place``: gathered keys arrive where they are used, as on GPUs."""
     assume(fits(route, ranks, shape["heads"], shape["groups"]))
-    assert max(Problem(length, mask, **shape, **options).errors(layout, ranks, route)) < FLOAT32_LIMIT
+    with ruled_by(cpu=replace(rules_of(torch.device("cpu")), cuts_for_cores=not in_place)):
+        assert max(Problem(length, mask, **shape, **options).errors(layout, ranks, route)) < FLOAT32_LIMIT
 
 
 @pytest.mark.parametrize(("view", "kernel"), zip(VIEWS, cycle(["auto", "cpu", "eager"])))
@@ -356,7 +363,8 @@ def test_float64_stays_float64():
 @pytest.mark.parametrize(("comm_dtype", "limit"), [("bfloat16", 3e-3), ("int8", 1.2e-2), ("float8", 5e-2)])
 def test_a_coded_block_has_one_error_on_any_number_of_ranks(comm_dtype, limit):
     problem = Problem(256, rs.causal(), batch=2, heads=4, groups=2, size=32, is_uneven=True)
-    errors = [max(problem.errors("zigzag", ranks, comm_dtype=comm_dtype)) for ranks in (2, 4, 8)]
+    routes = ("ring", 2), ("ring", 4), ("ring", 8), ("all-gather", 4)
+    errors = [max(problem.errors("zigzag", ranks, route, comm_dtype=comm_dtype)) for route, ranks in routes]
     assert limit / 10 < min(errors) and max(errors) < limit
     exact, coded = (problem.on_ring("zigzag", 4, comm_dtype=w)[1][0].sent_bytes for w in ("exact", comm_dtype))
     assert coded < exact * (0.51 if comm_dtype == "bfloat16" else 0.27)

@@ -47,9 +47,11 @@ def pass_around(mesh, sizes, rounds):
         for index, size in enumerate(sizes):
             spec = TensorSpec((size,), torch.float32, CPU)
             message = exchange.empty(spec).copy_(pattern(rank, size, number))
-            transfer, (receive,) = exchange.post([((rank + 1) % ranks, message)], [((rank - 1) % ranks, spec)], index)
+            asked = spec.empty() if number % 2 else spec  # a place of one's own, or where the sender has it
+            transfer, (receive,) = exchange.post([((rank + 1) % ranks, message)], [((rank - 1) % ranks, asked)], index)
             del message
             transfer.wait()
+            assert (receive.read() is asked) == number % 2
             assert torch.equal(receive.read(), pattern((rank - 1) % ranks, size, number))
         dist.barrier(group)
         reserved.append(reserved_bytes(group))

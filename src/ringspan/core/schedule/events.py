@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from itertools import pairwise
 
 from ringspan.core.geometry.ranges import Ranges, size
-from ringspan.core.schedule.gather import Gathered
-from ringspan.core.schedule.kernel_launches import KernelLaunch
+from ringspan.core.schedule.gather import Gathered, Stage
+from ringspan.core.schedule.kernel_launches import KernelLaunch, whole
 from ringspan.core.schedule.steps import (
     MESSAGES_PER_HOP,
     Accumulate,
@@ -19,8 +19,11 @@ from ringspan.core.schedule.steps import (
     DeferredSum,
     Event,
     Launch,
+    Message,
     Part,
+    Post,
     Steps,
+    Transfer,
     Waiting,
     drop,
     make,
@@ -54,9 +57,10 @@ def backward(part: Part) -> Iterator[Event]:
 
 def _forward_of_gathered(part: Part, plan: Gathered) -> Iterator[Event]:
     for walk in _groups(part, plan):
-        keys = yield from walk.keys()
-        total = walk.total()
-        yield from walk.run(plan, walk.launches, total)
+        keys, total = (yield from walk.keys()), walk.total()
+        for stage in walk.plan.stages:
+            yield from walk.arrive(stage)
+            yield from walk.run(stage, walk.launches(stage), total)
         yield from drop(keys)
         yield from total.finish()
         yield from drop(total.buffer)
@@ -65,8 +69,7 @@ def _forward_of_gathered(part: Part, plan: Gathered) -> Iterator[Event]:
 def _backward_of_gathered(part: Part, plan: Gathered) -> Iterator[Event]:
     unfinished: list[_Gathering] = []
     for walk in _groups(part, plan):
-        keys = yield from walk.keys()
-        yield from walk.differentiate(keys)
+        yield from walk.differentiate((yield from walk.keys()))
         if unfinished:
             yield from unfinished.pop().finish()
         unfinished.append(walk)
@@ -74,6 +77,7 @@ def _backward_of_gathered(part: Part, plan: Gathered) -> Iterator[Event]:
 
 
 def _groups(part: Part, plan: Gathered) -> list["_Gathering"]:
+    plan = plan.suited(part.kernel.launches if part.kernel else whole)
     walks = [_Gathering(part, number, plan) for number in range(part.head_groups)]
     for walk, following in pairwise(walks):
         walk.following = following
@@ -84,17 +88,28 @@ class _Gathering(Walk):
     """One group of heads of passes that fetch all keys at once (``torch.attention.gathered``)."""
 
     following: "_Gathering | None" = None
-    coming: list[Coming] | None = None
 
     def __init__(self, part: Part, number: int, plan: Gathered) -> None:
         super().__init__(part, number)
         self.first_message, self.plan = MESSAGES_PER_HOP * number, plan
+        self._in_place = part.in_place and not self.is_converted
+        self._token = self.shape.itemsize * self.numbers
+        self._coming: list[Coming] = []
+        self._keys: Buffer | None = None
 
-    @property
-    def launches(self) -> tuple[KernelLaunch, ...]:
-        return () if self.part.kernel is None else self.part.kernel.launches(self.plan.bands)
+    def launches(self, stage: Stage) -> tuple[KernelLaunch, ...]:
+        return () if self.part.kernel is None else self.part.kernel.launches(stage.bands)
 
-    def fetch(self) -> Steps[list[Coming]]:
+    def fetch(self) -> Steps[None]:
+        if self._in_place:
+            self._keys = yield from make(self._token * self.plan.num_keys)
+            for sides in self.plan.posts:
+                sends, receives = (
+                    tuple(Message(one.peer, Buffer(self._token * one.size)) for one in side) for side in sides
+                )
+                self._coming.append(Coming(Transfer(self.first_message, [], is_over=False), None))
+                yield Post(self.first_message, sends, receives)
+            return
         sends = [(send.peer, send.ranges) for _, send in self.hops[0].sends if send.ranges]
         coded = (yield from self.encode()) if sends and self.is_converted else self.own
         packed: dict[Ranges, Buffer] = {}
@@ -102,20 +117,22 @@ class _Gathering(Walk):
             if ranges not in packed:
                 packed[ranges] = yield from self.pack(coded, ranges)
         receives = [(hop.arrives, self.sent_token) for hop in self.hops[1:]]
-        coming = yield from self.post(0, [(peer, packed[r]) for peer, r in sends], receives, self.factors)
+        self._coming = yield from self.post(0, [(peer, packed[r]) for peer, r in sends], receives, self.factors)
         yield from drop(coded, *packed.values())
-        return coming
 
     def keys(self) -> Steps[Buffer]:
-        coming = self.coming if self.coming is not None else (yield from self.fetch())
+        if not self.first_message:
+            yield from self.fetch()
         if self.following is not None:
-            self.following.coming = yield from self.following.fetch()
-        keys = yield from make(self.shape.itemsize * self.numbers * self.plan.num_keys)
-        for each in coming:
+            yield from self.following.fetch()
+        return self._keys or (yield from make(self._token * self.plan.num_keys))
+
+    def arrive(self, stage: Stage) -> Iterator[Event]:
+        """Wait for all keys before the last stage."""
+        for each in self._coming if stage is self.plan.stages[-1] else ():
             if (arrival := (yield from self.wait(each))) is not None:
                 block = yield from self.decode(arrival)
                 yield from drop(block, arrival)
-        return keys
 
     def differentiate(self, keys: Buffer) -> Iterator[Event]:
         shape, part, kernel = self.shape, self.part, self.part.kernel
@@ -126,15 +143,15 @@ class _Gathering(Walk):
         sums = [DeferredSum(*each) for each in zip(tokens, counts, strict=True)]
         if not is_short:
             sums[0] = DeferredSum(0, part.tokens)  # it lies in the results
-            for each in sums:
-                yield from each.running()
-        yield Compute(self.plan, 0)
-        if kernel is None and self.plan.bands:
-            for each in sums:
-                yield from each.running()
-        for launch in self.launches:
-            assert kernel is not None, "it has launches"
-            yield from self._launch(launch, kernel.backward_bytes(launch), sums)
+        for stage in self.plan.stages:
+            yield from self.arrive(stage)
+            yield Compute(stage, 0)
+            if not is_short or (kernel is None and stage.bands):
+                for each in sums:
+                    yield from each.running()
+            for launch in self.launches(stage):
+                assert kernel is not None, "it has launches"
+                yield from self._launch(launch, kernel.backward_bytes(launch), sums)
         yield from drop(keys)
         yield from sums[0].write(0, part.tokens, is_short=is_short)
         yield from sums[0].free()

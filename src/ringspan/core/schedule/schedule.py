@@ -16,7 +16,7 @@ from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.geometry.layout import Layout, Span
 from ringspan.core.geometry.mask import Mask
 from ringspan.core.geometry.meetings import bands_between
-from ringspan.core.geometry.ranges import Ranges, minus, size, union
+from ringspan.core.geometry.ranges import Ranges, minus, size
 from ringspan.core.geometry.tile import Tile
 from ringspan.core.schedule.gather import Gathered, gather
 from ringspan.core.schedule.paths import Paths, find_paths, part_of
@@ -141,8 +141,8 @@ def make_schedule(
     hops = tuple(_hop(paths, rank, *each) for each in zip(range(len(found)), owners, found, strict=True))
     gathered = None
     if route.name == "all-gather" and layout.ranks > 1:
-        own = union((band.k0, band.k1) for band in hops[0].bands)
-        gathered = gather(layout, keys, mask, rank, [(rank, own), *((hop.owner, hop.arrives.ranges) for hop in hops)])
+        sends, receives = [send for _, send in hops[0].sends], [(hop.owner, hop.arrives.ranges) for hop in hops[1:]]
+        gathered = gather(layout, keys, mask, rank, hops[0].bands, sends, receives)
     return Schedule(rank, layout.ranks, hops, paths.tile_pairs, route.passes_queries, gathered)
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple, TypeVar
 
 from ringspan.core.geometry.ranges import Ranges, minus, size, union
-from ringspan.core.schedule.gather import Gathered
+from ringspan.core.schedule.gather import Stage
 from ringspan.core.schedule.kernel_launches import KernelLaunch
 from ringspan.core.schedule.merging import is_full, segments
 from ringspan.core.schedule.schedule import Hop, Schedule
@@ -20,7 +20,7 @@ class Part:
 
     ``shape`` is of all heads, run in ``head_groups`` in turn; ``tokens`` and ``key_tokens`` are the rank's. ``kernel``
     gives a launch's bytes, None if it adds in place. ``kv_itemsize``: bytes of a number in backward's dk and dv, None
-    for those of ``shape``.
+    for those of ``shape``. ``in_place``: gathered keys arrive in place, as on all devices but CPUs.
     """
 
     schedule: Schedule
@@ -32,6 +32,7 @@ class Part:
     gradient_comm_dtype: str = "exact"
     head_groups: int = 1
     kv_itemsize: int | None = None
+    in_place: bool = True
 
     @property
     def group(self) -> Shape:
@@ -72,9 +73,9 @@ class Wait(NamedTuple):
 
 
 class Compute(NamedTuple):
-    """The tiles of a hop, or of gathered keys; its largest launch takes ``num_bytes``."""
+    """The tiles of a hop, or of a stage of gathered keys; its largest launch takes ``num_bytes``."""
 
-    hop: Hop | Gathered
+    hop: Hop | Stage
     num_bytes: int
 
 

@@ -184,7 +184,7 @@ def _stretches(part: Part, speeds: Speeds, links: "_Links", *, is_backward: bool
             yield Stretch(event, start, now)
         elif isinstance(event, Post):
             each = [links.bring(peer, buffer.num_bytes, now) for peer, buffer in event.receives]
-            arrived[event.number] = max(each, default=now)
+            arrived[event.number] = max([arrived.get(event.number, now), *each])
         elif isinstance(event, Wait):
             start, now = now, max(now, arrived[event.number])
             yield Stretch(event, start, now)

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import Final
 
 from ringspan.core.geometry.ranges import Ranges, size
-from ringspan.core.schedule.gather import Gathered
+from ringspan.core.schedule.gather import Stage
 from ringspan.core.schedule.kernel_launches import KernelLaunch, within_ranges
 from ringspan.core.schedule.schedule import Hop, Send
 from ringspan.core.schedule.steps import (
@@ -235,7 +235,7 @@ class Walk:
     def _compute(self, hop: Hop, block: Buffer, total: Sum) -> Iterator[Event]:
         return self.run(hop, self._launches(hop, block.ranges), total)
 
-    def run(self, work: Hop | Gathered, launches: Iterable[KernelLaunch], total: Sum) -> Iterator[Event]:
+    def run(self, work: Hop | Stage, launches: Iterable[KernelLaunch], total: Sum) -> Iterator[Event]:
         yield Compute(work, 0)
         if self.part.kernel is None and work.bands:
             yield from total.running()

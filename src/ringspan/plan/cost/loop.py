@@ -48,16 +48,18 @@ def loop_bytes(
     number_bytes: int,
     gradient_bytes: int | None = None,
     comm_dtype: CommDtypeName = "exact",
+    *,
+    in_place: bool = True,
 ) -> Held:
     """Return the bytes per token of the first or last rank, whichever holds more, for a causal mask without Ulysses.
 
     Numbers of a token over all heads, in ``groups`` that run in turn; keys and values together are sent as
-    ``comm_dtype``, dk and dv have ``gradient_bytes`` if more than ``number_bytes``.
+    ``comm_dtype``, dk and dv have ``gradient_bytes`` if more than ``number_bytes``. ``in_place``: see ``Part``.
     """
     unit = gcd(query_numbers, kv_numbers)
     shares = query_numbers // unit, kv_numbers // unit
     types = number_bytes, gradient_bytes or number_bytes
-    return _share(layout, ranks, route, *shares, min(groups, 2), types, comm_dtype).times(unit / groups)
+    return _share(layout, ranks, route, *shares, min(groups, 2), types, comm_dtype, in_place).times(unit / groups)
 
 
 def tile_pairs(layout: LayoutName, tokens: int) -> int:
@@ -69,12 +71,13 @@ def tile_pairs(layout: LayoutName, tokens: int) -> int:
 @lru_cache(maxsize=1024)
 def _share(
     layout: LayoutName, ranks: int, route: Route, query_numbers: int, kv_numbers: int, groups: int,
-    types: tuple[int, int], comm_dtype: CommDtypeName,
+    types: tuple[int, int], comm_dtype: CommDtypeName, in_place: bool,
 ) -> Held:  # fmt: skip
     large, small = _MOST_NODES * route.inner, _MOST_NODES // 2 * route.inner
     if ranks > large:
         most, less = (
-            _share(layout, n, route, query_numbers, kv_numbers, groups, types, comm_dtype) for n in (large, small)
+            _share(layout, n, route, query_numbers, kv_numbers, groups, types, comm_dtype, in_place)
+            for n in (large, small)
         )
         beyond = (ranks - large) / (large - small)
         sums, in_transit = most.sums - less.sums, most.in_transit - less.in_transit
@@ -83,7 +86,7 @@ def _share(
         nodes = ranks // route.inner
         inner = _MOST_RANKS // nodes
         way = replace(route, inner=inner)
-        return _share(layout, nodes * inner, way, query_numbers, kv_numbers, groups, types, comm_dtype)
+        return _share(layout, nodes * inner, way, query_numbers, kv_numbers, groups, types, comm_dtype, in_place)
     tokens = _TOKENS if comm_dtype in ("exact", "bfloat16") else _MANY_TOKENS
     split = Layout(layout, tokens * ranks, ranks)
     shape = Shape(1, query_numbers * groups, kv_numbers * groups, 1, 0, types[0])
@@ -96,6 +99,7 @@ def _share(
             comm_dtype=comm_dtype,
             head_groups=groups,
             kv_itemsize=types[1],
+            in_place=in_place,
         )
         for rank in {0, ranks - 1}
     )

@@ -310,7 +310,8 @@ def attention_backward_bytes(kind: LayerKind, setting: Setting) -> tuple[int, in
     head_groups = _head_groups(setting, mine, between, groups)
     # Gradients of keys that members share are summed by their owner; the loop's float32 sums are then what is sent.
     summed = _FLOAT32 if way.ulysses > kind.kv_heads else a
-    per_token = loop_bytes(setting.layout, groups, between, queries, keys, head_groups, a, summed, setting.comm_dtype)
+    sizes = queries, keys, head_groups, a, summed
+    per_token = loop_bytes(setting.layout, groups, between, *sizes, setting.comm_dtype, in_place=setting.on_gpu)
     held = per_token.times(tokens)
     results = tokens * (a * queries + keys * summed)
     if way.ulysses == 1:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ringspan.core.geometry.ranges import Ranges, stored
 from ringspan.core.schedule.gather import Gathered
-from ringspan.core.schedule.kernel_launches import KernelLaunch, within_ranges
+from ringspan.core.schedule.kernel_launches import KernelLaunch, KernelLaunches, within_ranges
 from ringspan.core.schedule.schedule import Hop, Schedule
 from ringspan.torch import kernels
 from ringspan.torch.kernels.contract import InPlace, Returning
@@ -29,28 +29,45 @@ class Call(NamedTuple):
 Calls = tuple[Returning | InPlace, tuple[Call, ...]]
 """A hop's kernel, and the calls of it."""
 
-_known: Final[WeakKeyDictionary[Schedule, dict[Hashable, tuple[Calls, ...]]]] = WeakKeyDictionary()
+
+class Planned(NamedTuple):
+    """Calls of each hop, or of each stage of gathered keys as they suit the kernel."""
+
+    calls: tuple[Calls, ...]
+    gathered: Gathered | None = None
 
 
-def calls_of(schedule: Schedule, serving: tuple[str, ...], q: Tensor, *, is_backward: bool) -> tuple[Calls, ...]:
-    """Return the calls of each hop, or of the gathered keys, for queries like ``q``."""
+_known: Final[WeakKeyDictionary[Schedule, dict[Hashable, Planned]]] = WeakKeyDictionary()
+
+
+def calls_of(schedule: Schedule, serving: tuple[str, ...], q: Tensor, *, is_backward: bool) -> Planned:
+    """Return the calls of a pass for queries like ``q``."""
     # All that ``choose`` reads but the tiles.
     able = tuple(kernels.KERNELS[name] for name in serving)
     sizes = q.shape[0], q.shape[1], q.shape[3]
     key = able, rules_of(q.device), q.device, q.dtype, sizes, is_backward, torch.are_deterministic_algorithms_enabled()
     known = _known.setdefault(schedule, {})
     if key not in known and schedule.gathered is not None:
-        known[key] = (_gathered_calls(schedule.gathered, serving, q, is_backward=is_backward),)
+        known[key] = _of_gathered(schedule.gathered, serving, q, is_backward=is_backward)
     elif key not in known:
-        known[key] = tuple(_calls(schedule, hop, serving, q, is_backward=is_backward) for hop in schedule.hops)
+        hops = tuple(_calls(schedule, hop, serving, q, is_backward=is_backward) for hop in schedule.hops)
+        known[key] = Planned(hops)
     return known[key]
 
 
-def _gathered_calls(gathered: Gathered, serving: tuple[str, ...], q: Tensor, *, is_backward: bool) -> Calls:
-    kernel = kernels.choose(serving, gathered.bands, q, is_backward=is_backward)
-    return kernel, tuple(
+def _of_gathered(gathered: Gathered, serving: tuple[str, ...], q: Tensor, *, is_backward: bool) -> Planned:
+    kernel = kernels.choose(serving, (gathered.in_stages or gathered).bands, q, is_backward=is_backward)
+    if gathered.suited(kernel.launches) is gathered:  # a kernel of squares may be the best for the stages alone
+        kernel = kernels.choose(serving, gathered.bands, q, is_backward=is_backward)
+    suited = gathered.suited(kernel.launches)
+    launches = (kernel.launches(stage.bands) for stage in suited.stages)
+    return Planned(tuple((kernel, _stage(each, is_backward=is_backward)) for each in launches), suited)
+
+
+def _stage(launches: KernelLaunches, *, is_backward: bool) -> tuple[Call, ...]:
+    return tuple(
         Call(one, rows, keys, keys if is_backward else rows)
-        for one in kernel.launches(gathered.bands)
+        for one in launches
         for rows, keys in [(slice(one.q0, one.q1), slice(one.k0, one.k1))]
     )
 

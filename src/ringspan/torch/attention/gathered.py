@@ -5,16 +5,16 @@ go straight to their owners, in float32 or as ``gradient_comm_dtype`` says.
 """
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from ringspan.core.schedule.gather import Gathered
 from ringspan.core.schedule.steps import MESSAGES_PER_HOP
 from ringspan.torch import kernels
 from ringspan.torch.attention.block import Block, DeferredSum, GradientBlock, PackedSpec, PartialBlock
-from ringspan.torch.attention.calls import calls_of
+from ringspan.torch.attention.calls import Calls, calls_of
 from ringspan.torch.attention.comm_dtype import decode, encode, sent_as
 from ringspan.torch.attention.part import (
     Coming,
@@ -26,28 +26,28 @@ from ringspan.torch.attention.part import (
     run_backward,
     run_forward,
 )
+from ringspan.torch.kernels.device import rules_of
 from ringspan.torch.kernels.partials.merge import sum_many
 from ringspan.torch.kernels.partials.waiting import Waiting
 from ringspan.torch.transport.clock import now
-from ringspan.torch.transport.exchange import COUNTERS, HopRecord
+from ringspan.torch.transport.exchange import COUNTERS, HopRecord, Transfer
 
 Keys = tuple[Tensor, Tensor]
-"""Gathered keys (B, G, n, D) and values (B, G, n, E), in order of position."""
+"""Gathered keys (B, G, n, D) and values (B, G, n, E)."""
 
 
-def forward(
-    ring: Ring, plan: Gathered, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
     out = result_for(q, v)
     lse = torch.empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype), device=q.device)
     serving = kernels.serving(ring.spec.kernel, q, v, ring.scores)
     q, k, v = kernels.laid_out(serving, q, k, v)
-    for _, heads, _, keys in _groups(ring, plan, q, k, v):
+    ring, calls = _suited(ring, serving, q, k, is_backward=False)
+    for _, heads, _, group in _groups(ring, serving, q, k, v):
         mine = q[:, heads]
         total = PartialBlock(Block.whole(out[:, heads], lse[:, heads].unsqueeze(-1)))
-        (calls,) = calls_of(ring.schedule, serving, mine, is_backward=False)
-        run_forward(ring, calls, ring.schedule.rank, heads, mine, keys, total)
-        del keys
+        for stage in group.stages(calls):
+            run_forward(ring, stage, ring.schedule.rank, heads, mine, group.keys, total)
+        del group
         total.finish(None if sinks is None else sinks[heads])
         del total
     return out, lse
@@ -55,7 +55,6 @@ def forward(
 
 def backward(
     ring: Ring,
-    plan: Gathered,
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -69,18 +68,21 @@ def backward(
     dtype = accumulation_dtype(q.dtype)
     serving = kernels.serving(ring.spec.kernel, q, v, ring.scores)
     dout, q, k, v, out = kernels.laid_out(serving, dout, q, k, v, out)
+    ring, calls = _suited(ring, serving, q, k, is_backward=True)
     unfinished: list[Callable[[], None]] = []
-    for number, heads, kv_heads, keys in _groups(ring, plan, q, k, v):
+    for number, heads, kv_heads, group in _groups(ring, serving, q, k, v):
         queries = dout[:, heads], q[:, heads], out[:, heads], lse[:, heads]
         gradients = dq[:, heads], dk[:, kv_heads], dv[:, kv_heads]
         sums = DeferredSum.of(queries[1], dtype, gradients[0])
-        total = GradientBlock.deferred(*keys, dtype)
-        (calls,) = calls_of(ring.schedule, serving, queries[1], is_backward=True)
-        run_backward(ring, calls, ring.schedule.rank, heads, queries, keys, sums, total)
-        del keys
+        total = None
+        for stage in group.stages(calls):
+            total = total or GradientBlock.deferred(*group.keys, dtype)
+            run_backward(ring, stage, ring.schedule.rank, heads, queries, group.keys, sums, total)
+        del group
+        assert total is not None, "there is a stage"
         sums.write(slice(0, q.shape[2]), gradients[0])
         del sums
-        finish = _give_back(ring, plan, number, total, gradients[1:], dtype)
+        finish = _give_back(ring, number, total, gradients[1:], dtype)
         del total
         if unfinished:
             unfinished.pop()()
@@ -90,64 +92,123 @@ def backward(
     return dq, dk, dv
 
 
-def _groups(ring: Ring, plan: Gathered, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[int, slice, slice, Keys]]:
+def _suited(
+    ring: Ring, serving: tuple[str, ...], q: Tensor, k: Tensor, *, is_backward: bool
+) -> tuple[Ring, tuple[Calls, ...]]:
+    """Return the ring with gathered keys as they suit the kernel that serves, and its calls of each stage."""
+    _, heads, _ = next(ring.heads(q, k))
+    found = calls_of(ring.schedule, serving, q[:, heads], is_backward=is_backward)
+    return replace(ring, gathered=found.gathered), found.calls
+
+
+def _groups(
+    ring: Ring, serving: tuple[str, ...], q: Tensor, k: Tensor, v: Tensor
+) -> Iterator[tuple[int, slice, slice, "_Group"]]:
     groups = [*ring.heads(q, k)]
-    coming = _fetch(ring, 0, Block.whole(*(x[:, groups[0][2]] for x in (k, v))))
+    fetched = [_Group(ring, serving, 0, k[:, groups[0][2]], v[:, groups[0][2]])]
     for number, heads, kv_heads in groups:
-        here, coming = coming, []
-        if number + 1 < len(groups):
-            coming = _fetch(ring, number + 1, Block.whole(*(x[:, groups[number + 1][2]] for x in (k, v))))
-        keys = _assembled(ring, plan, Block.whole(k[:, kv_heads], v[:, kv_heads]), here)
-        record = None
-        if COUNTERS.hops is not None:
-            record = HopRecord(ring.schedule.rank, plan.num_pairs, now(k.device))
-            COUNTERS.hops.append(record)
-        made = [keys]
-        del keys
-        yield number, heads, kv_heads, made.pop()
-        if record:
-            record.ended = now(k.device)
+        for following, _, others in groups[number + 1 : number + 2]:
+            fetched.append(_Group(ring, serving, following, k[:, others], v[:, others]))
+        yield number, heads, kv_heads, fetched.pop(0)  # which nobody else holds
 
 
-def _fetch(ring: Ring, number: int, own: Block) -> list[Coming]:
-    hops, comm_dtype = ring.schedule.hops, ring.spec.comm_dtype
-    dtype, is_scaled = sent_as(comm_dtype, own.k.dtype)
-    wanted = [(send.peer, send.ranges) for _, send in hops[0].sends if send.ranges]
-    coded = encode(own, comm_dtype) if wanted else own
-    packed = {ranges: coded.pack(ranges, ring.exchange.empty) for ranges in dict.fromkeys(r for _, r in wanted)}
-    sends = [(peer, packed[ranges]) for peer, ranges in wanted]
-    arrivals = (hop.arrives for hop in hops[1:])
-    receives = [(peer, PackedSpec.of(ranges, own.k, own.v, dtype, is_scaled)) for peer, ranges in arrivals]
-    return post(ring, sends, receives, MESSAGES_PER_HOP * number)
+class _Group:
+    """Some heads' gathered keys and values, which are under way as soon as there is one.
 
+    Exact messages are stretches of one buffer, token by token; coded ones are packed. So are a
+    CPU's: its kernels want a head's keys together, and shared memory has messages of its own.
+    """
 
-def _assembled(ring: Ring, plan: Gathered, own: Block, coming: list[Coming]) -> Keys:
-    keys, values = (x.new_empty(*x.shape[:2], plan.num_keys, x.shape[3]) for x in (own.k, own.v))
-    _place(plan, ring.schedule.rank, own, keys, values)
-    for hop in ring.schedule.hops[1:]:
-        if (block := coming.pop(0).wait()) is not None:
-            _place(plan, hop.owner, decode(block, own.k.dtype), keys, values)
-        del block
-    return keys, values
+    def __init__(self, ring: Ring, serving: tuple[str, ...], number: int, k: Tensor, v: Tensor) -> None:
+        assert ring.gathered is not None, "it is suited to a kernel"
+        self._ring, self._serving, self._plan, self._own = ring, serving, ring.gathered, Block.whole(k, v)
+        self._keys: Keys | None = None
+        self._transfers: list[Transfer] = []
+        self._coming: list[Coming] = []
+        message = MESSAGES_PER_HOP * number
+        is_exact = sent_as(ring.spec.comm_dtype, k.dtype) == (k.dtype, False)
+        if is_exact and not rules_of(k.device).cuts_for_cores:
+            self._exchange(message)
+        else:
+            self._coming = self._post_packed(message)
 
+    @property
+    def keys(self) -> Keys:
+        assert self._keys is not None, "a stage has begun"
+        keys, values = kernels.laid_out(self._serving, *self._keys)  # copies where only one has rows of 16 bytes
+        return keys, values
 
-def _place(plan: Gathered, owner: int, block: Block, keys: Tensor, values: Tensor) -> None:
-    for piece in plan.of(owner):
-        rows = block.rows(piece.start, piece.stop)
-        keys[:, :, piece.places].copy_(block.k[:, :, rows])
-        values[:, :, piece.places].copy_(block.v[:, :, rows])
+    def stages(self, calls: tuple[Calls, ...]) -> Iterator[Calls]:
+        """Yield the calls of each stage once its keys are here."""
+        if self._keys is None:
+            k, v = self._own.k, self._own.v
+            keys, values = (x.new_empty(*x.shape[:2], self._plan.num_keys, x.shape[3]) for x in (k, v))
+            self._keys = keys, values
+            self._place(self._ring.schedule.rank, self._own)
+        for stage, mine in zip(self._plan.stages, calls, strict=True):
+            if stage is self._plan.stages[-1]:
+                self._wait()
+            record = None
+            if COUNTERS.hops is not None:
+                record = HopRecord(self._ring.schedule.rank, stage.num_pairs, now(self._own.k.device))
+                COUNTERS.hops.append(record)
+            yield mine
+            if record:
+                record.ended = now(self._own.k.device)
+
+    def _exchange(self, message: int) -> None:
+        """Send own keys out of the buffer, and receive the others in it."""
+        k, v = self._own.k, self._own.v
+        batch, heads, _, size = k.shape
+        buffer = k.new_empty(self._plan.num_keys, batch * heads * (size + v.shape[3]))
+        parts = buffer.split([batch * heads * size, batch * heads * v.shape[3]], 1)
+        keys, values = (x.unflatten(1, (batch, heads, -1)).permute(1, 2, 0, 3) for x in parts)
+        self._keys = keys, values
+        self._place(self._ring.schedule.rank, self._own)
+        for sides in self._plan.posts:
+            sends, receives = ([(one.peer, buffer[one.places]) for one in side] for side in sides)
+            transfer, _ = self._ring.exchange.post(sends, receives, message)
+            self._transfers.append(transfer)
+
+    def _post_packed(self, message: int) -> list[Coming]:
+        ring, own = self._ring, self._own
+        hops, comm_dtype = ring.schedule.hops, ring.spec.comm_dtype
+        dtype, is_scaled = sent_as(comm_dtype, own.k.dtype)
+        wanted = [(send.peer, send.ranges) for _, send in hops[0].sends if send.ranges]
+        coded = encode(own, comm_dtype) if wanted else own
+        packed = {ranges: coded.pack(ranges, ring.exchange.empty) for ranges in dict.fromkeys(r for _, r in wanted)}
+        sends = [(peer, packed[ranges]) for peer, ranges in wanted]
+        arrivals = (hop.arrives for hop in hops[1:])
+        receives = [(peer, PackedSpec.of(ranges, own.k, own.v, dtype, is_scaled)) for peer, ranges in arrivals]
+        return post(ring, sends, receives, message)
+
+    def _wait(self) -> None:
+        for transfer in self._transfers:
+            transfer.wait()
+        for hop in self._ring.schedule.hops[1:] if self._coming else ():
+            if (block := self._coming.pop(0).wait()) is not None:
+                self._place(hop.owner, decode(block, self._own.k.dtype))
+            del block
+
+    def _place(self, owner: int, block: Block) -> None:
+        assert self._keys is not None
+        keys, values = self._keys
+        for piece in self._plan.of(owner):
+            rows = block.rows(piece.start, piece.stop)
+            keys[:, :, piece.places].copy_(block.k[:, :, rows])
+            values[:, :, piece.places].copy_(block.v[:, :, rows])
 
 
 def _give_back(
     ring: Ring,
-    plan: Gathered,
     number: int,
     total: GradientBlock,
     gradients: tuple[Tensor, Tensor],
     dtype: torch.dtype,
 ) -> Callable[[], None]:
     """Start to send gradients of gathered keys to their owners; return a call that fills this rank's own."""
-    hops, k, v = ring.schedule.hops, *gradients
+    assert ring.gathered is not None
+    hops, plan, k, v = ring.schedule.hops, ring.gathered, *gradients
     waiting = Waiting(k.shape[2])
     own = tuple(x if x.dtype == dtype else torch.empty_like(x, dtype=dtype) for x in gradients)
     for piece in plan.of(ring.schedule.rank):

@@ -135,7 +135,7 @@ def forward(
     (q,) = kernels.laid_out(serving, q)
     groups = [heads for _, heads, _ in ring.heads(q, k)]
     totals = [PartialBlock(Block.whole(out[:, heads], lse[:, heads].unsqueeze(-1))) for heads in groups]
-    calls = calls_of(ring.schedule, serving, q[:, groups[0]], is_backward=False)
+    calls = calls_of(ring.schedule, serving, q[:, groups[0]], is_backward=False).calls
     for hop, block in hops_and_blocks(ring, 0, own):
         for heads, total in zip(groups, totals, strict=True) if calls[hop.index][1] else ():
             keys = expansion.of(heads, block, serving)
@@ -168,7 +168,7 @@ def backward(
     dout, q, out = kernels.laid_out(serving, dout, q, out)
     groups = [heads for _, heads, _ in ring.heads(q, k)]
     sums = [RunningSum.to_be(dq[:, heads], dtype) for heads in groups]
-    calls = calls_of(ring.schedule, serving, q[:, groups[0]], is_backward=True)
+    calls = calls_of(ring.schedule, serving, q[:, groups[0]], is_backward=True).calls
 
     def compute(hop: Hop, block: Block, total: GradientBlock) -> None:
         if not calls[hop.index][1]:

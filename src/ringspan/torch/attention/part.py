@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ringspan.core.schedule.choice import head_groups
+from ringspan.core.schedule.gather import Gathered
 from ringspan.core.schedule.kernel_launches import KernelLaunch
 from ringspan.core.schedule.schedule import Schedule
 from ringspan.torch.attention.block import Block, GradientBlock, PackedSpec, PartialBlock, Sums
@@ -39,7 +40,10 @@ def empty_like(x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
 
 @dataclass(frozen=True)
 class Ring:
-    """One rank's part in an attention, of spec ``spec``; ``positions`` are each rank's of queries and of keys."""
+    """One rank's part in an attention, of spec ``spec``; ``positions`` are each rank's of queries and of keys.
+
+    ``gathered`` are the keys of a gathered pass as its kernel has them.
+    """
 
     schedule: Schedule
     exchange: Transport
@@ -47,6 +51,7 @@ class Ring:
     spec: AttentionSpec
     head_groups: int = 1
     positions: tuple[Callable[[int], Tensor], Callable[[int], Tensor]] | None = None
+    gathered: Gathered | None = None
 
     def heads(self, q: Tensor, k: Tensor) -> Iterator[tuple[int, slice, slice]]:
         """Yield each group's number, query heads and key/value heads; queries stay with their key/value head."""
@@ -63,7 +68,7 @@ class Ring:
         queries, keys = self.positions
         here = self.schedule.rank
         of_queries, of_keys = (owner, here) if self.schedule.passes_queries else (here, owner)
-        of_key = keys(of_keys) if self.schedule.gathered is None else self._gathered_positions
+        of_key = keys(of_keys) if self.gathered is None else self._gathered_positions
         return replace(
             self.scores.heads(heads),
             query_positions=queries(of_queries)[launch.q0 : launch.q1],
@@ -72,9 +77,9 @@ class Ring:
 
     @cached_property
     def _gathered_positions(self) -> Tensor:
-        assert self.positions is not None and self.schedule.gathered is not None
+        assert self.positions is not None and self.gathered is not None
         _, keys = self.positions
-        pieces = self.schedule.gathered.pieces
+        pieces = self.gathered.pieces
         return torch.cat(
             [keys(self.schedule.rank)[:0], *(keys(piece.owner)[piece.start : piece.stop] for piece in pieces)]
         )

@@ -82,7 +82,7 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = 
     q (B, H, T, D), k (B, G, T', D), v (B, G, T', E), sinks (H,) -> out (B, H, T, E) like q, lse (B, H, T) float32.
     """
     if ring.schedule.gathered is not None:
-        return gathered.forward(ring, ring.schedule.gathered, q, k, v, sinks)
+        return gathered.forward(ring, q, k, v, sinks)
     dtype = accumulation_dtype(q.dtype)
     out = result_for(q, v)
     lse = torch.empty(q.shape[:-1], dtype=dtype, device=q.device)
@@ -96,7 +96,7 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = 
         result = out[:, heads], lse[:, heads].unsqueeze(-1)
         local = PartialBlock(Block.whole(*result))
         returning: list[Coming] = []  # what other ranks made of this rank's queries
-        calls = calls_of(ring.schedule, serving, mine, is_backward=False)
+        calls = calls_of(ring.schedule, serving, mine, is_backward=False).calls
         for hop, block in hops_and_blocks(ring, number, moving):
             queries, keys = (block, staying) if passes_queries else (staying, block)
             total, is_sent = local, passes_queries and hop.index > 0
@@ -135,7 +135,7 @@ def backward(
     A block's dk and dv follow it one hop later; the last rank that adds to a part sends it to the owner.
     """
     if ring.schedule.gathered is not None:
-        return gathered.backward(ring, ring.schedule.gathered, dout, q, k, v, out, lse, kv_dtype=kv_dtype)
+        return gathered.backward(ring, dout, q, k, v, out, lse, kv_dtype=kv_dtype)
     dq, dk, dv = empty_like(q), *(empty_like(x, dtype=kv_dtype) for x in (k, v))
     serving = kernels.serving(ring.spec.kernel, q, v, ring.scores)
     dout, q, k, v, out = kernels.laid_out(serving, dout, q, k, v, out)
@@ -165,7 +165,7 @@ def _backward_of_heads(
     """Fill dq of some heads; return a call to finish dk and dv. The last heads' runs after the first hop."""
     q = queries[1]
     dq = RunningSum.to_be(gradients[0], accumulation_dtype(q.dtype))
-    calls = calls_of(ring.schedule, serving, q, is_backward=True)
+    calls = calls_of(ring.schedule, serving, q, is_backward=True).calls
 
     def compute(hop: Hop, block: Block, total: GradientBlock) -> None:
         run_backward(ring, calls[hop.index], hop.owner, heads, queries, (block.k, block.v), dq, total)

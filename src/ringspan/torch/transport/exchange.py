@@ -98,6 +98,13 @@ class PendingReceive:
     message: Tensor | None
     expected: Expected | None = None
 
+    @staticmethod
+    def of(sender: int, asked: TensorSpec | Tensor) -> "PendingReceive":
+        """Return a receive into a new message, or into the tensor that is given."""
+        if isinstance(asked, Tensor):
+            return PendingReceive(sender, TensorSpec.like(asked), asked)
+        return PendingReceive(sender, asked, asked.empty())
+
     def read(self) -> Tensor:
         """Return the message after its transfer; read-only, as it may lie in its sender's memory."""
         assert self.message is not None, "it was waited for"
@@ -162,14 +169,14 @@ class Exchange:
         return spec.empty() if memory is None else spec.on(memory)
 
     def post(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, TensorSpec]], message: int
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, TensorSpec | Tensor]], message: int
     ) -> tuple[Transfer, list[PendingReceive]]:
         """Start all sends and receives of one moment together, so that no order blocks; buffers are contiguous.
 
         Between one pair of ranks the order of sends is the order of receives, and of the returned messages.
         """
         assert self._group is not None or not (sends or receives), "a single rank has nobody to talk to"
-        pending = [self._pending(self._rank(peer), spec, message) for peer, spec in receives]
+        pending = [self._pending(self._rank(peer), asked, message) for peer, asked in receives]
         # Shared memory needs no request: such messages are on their way before the process group is asked.
         outgoing: list[tuple[int, Tensor]] = []
         for rank, buffer in ((self._rank(peer), buffer) for peer, buffer in sends):
@@ -188,10 +195,11 @@ class Exchange:
     def _rank(self, peer: int) -> int:
         return peer if self._ranks is None else self._ranks[peer]
 
-    def _pending(self, rank: int, spec: TensorSpec, message: int) -> PendingReceive:
-        if queues := self._queues_with(rank, spec.device):
-            return PendingReceive(rank, spec, None, queues.expect(rank, self._tag + message, spec.nbytes))
-        return PendingReceive(rank, spec, spec.empty())
+    def _pending(self, rank: int, asked: TensorSpec | Tensor, message: int) -> PendingReceive:
+        if queues := self._queues_with(rank, asked.device):
+            into, spec = (asked, TensorSpec.like(asked)) if isinstance(asked, Tensor) else (None, asked)
+            return PendingReceive(rank, spec, into, queues.expect(rank, self._tag + message, spec.nbytes))
+        return PendingReceive.of(rank, asked)
 
     def _receive(self, pending: Sequence[PendingReceive]) -> None:
         """Wait for shared-memory messages; raise PeerMismatch on every rank, or RuntimeError if a rank is gone."""
@@ -200,7 +208,8 @@ class Exchange:
                 continue
             assert self._queues is not None and self._group is not None, "it expects the message"
             try:
-                receive.message = receive.spec.on(self._queues.receive(receive.expected))
+                arrived = receive.spec.on(self._queues.receive(receive.expected))
+                receive.message = arrived if receive.message is None else receive.message.copy_(arrived)
             except OutOfStepError as error:
                 # One rank has noticed. The others are told, so that all raise and none waits for the time-out.
                 report_out_of_step(self._group, str(error))
@@ -213,7 +222,7 @@ class Exchange:
 
 
 def note_post(
-    sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, TensorSpec]], message: int
+    sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, TensorSpec | Tensor]], message: int
 ) -> TransferRecord | None:
     """Count a post; return its record, or None if records are off."""
     COUNTERS.num_posts += 1

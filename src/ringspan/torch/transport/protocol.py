@@ -14,12 +14,12 @@ class Transport(Protocol):
     """Point-to-point messages of one rank during one pass. Peers are numbered from 0 on."""
 
     def post(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, TensorSpec]], message: int
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, TensorSpec | Tensor]], message: int
     ) -> tuple[Transfer, list[PendingReceive]]:
         """Start all sends (to, buffer) and receives (from, spec) of the message with this number, without waiting.
 
-        Between one pair of ranks the order of sends is the order of receives. Buffers are contiguous, and stay as they
-        are until the transfer was waited for.
+        A receive may name the tensor into which it goes. Between one pair of ranks the order of sends is the order of
+        receives. Buffers are contiguous, and stay as they are until the transfer was waited for.
         """
         ...
 
@@ -96,10 +96,10 @@ class FakeTransport:
         return spec.empty()
 
     def post(
-        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, TensorSpec]], message: int
+        self, sends: Sequence[tuple[int, Tensor]], receives: Sequence[tuple[int, TensorSpec | Tensor]], message: int
     ) -> tuple[Transfer, list[PendingReceive]]:
         key = self._name, message
-        pending = [PendingReceive(self._rank(peer), spec, spec.empty()) for peer, spec in receives]
+        pending = [PendingReceive.of(self._rank(peer), asked) for peer, asked in receives]
         wait = self._network.receive(pending, key) if pending else None
         for peer, buffer in sends:
             assert buffer.is_contiguous(), "messages are contiguous"
