@@ -9,14 +9,14 @@ from typing import Final
 from ringspan.core.messages.units import shown_bandwidth, shown_bytes, shown_speed
 from ringspan.core.names import CATEGORIES
 from ringspan.plan.cluster.hardware import DEVICES, Device, min_block_tokens, min_tokens_per_device
-from ringspan.plan.cost.memory import Memory, saved_per_token, training_memory
+from ringspan.plan.cost.memory import Memory, host_bytes, saved_per_token, training_memory
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.model.configs import MODELS
 from ringspan.plan.planner import make_plan
 from ringspan.plan.search import Question, longest_setting
 
 DOCS: Final = Path(__file__).parents[1] / "docs"
-PAGES: Final = ("planning.md", "published.md", "adapters.md")
+PAGES: Final = ("planning.md", "published.md", "adapters.md", "memory.md")
 K: Final = 1024
 
 # Hardware, devices, model, and the longest context in thousands of tokens as published: with blockwise attention and
@@ -265,6 +265,35 @@ def longest_qlora() -> str:
     return _table(("model", "device", "1", "2", "4", "8"), rows)
 
 
+def folded() -> str:
+    """The longest sequence of Llama 3.1 8B with 2 TB of host in one pass and in folds, and the seconds of that step."""
+    rows = []
+    for kind, devices in (("h100-80gb", 1), ("h200", 1), ("h100-80gb", 8), ("h200", 8)):
+        device = replace(DEVICES[kind], host_memory_bytes=2 * 10**12 // devices)
+        question = Question(shape=MODELS["llama-3.1-8b"], device=device, devices=devices, length=1)
+        if devices == 1:  # the state of 8B parameters in float32 fits no 80 GB
+            question = replace(question, parameter_dtype="bfloat16")
+        in_folds = replace(question, folds=0)
+        one, many = longest_setting(question), longest_setting(in_folds)
+        assert one is not None and many is not None, "both fit"
+        cost = in_folds.step_cost(many)
+        rows.append(
+            (
+                f"{devices} x {device.title}",
+                f"{one.length / 1e6:.2f}M, {question.limit(one)}",
+                f"{many.length / 1e6:.2f}M, {in_folds.limit(many)}",
+                str(many.folds),
+                f"{training_memory(question.shape, many).needed_bytes / 1e9:.0f} GB",
+                f"{host_bytes(question.shape, many) / 1e9:,.0f} GB",
+                f"{cost.attention_seconds / 3600:.2f}",
+                *(f"{each / 60:.1f}" for each in (cost.host_seconds, cost.gather_seconds)),
+                f"{cost.seconds / 3600:.2f}",
+            )
+        )
+    head = ("devices", "one pass, limit", "in folds, limit", "folds", "a device holds", "its host")
+    return _table((*head, "attention (hours)", "host copies (minutes)", "weights (minutes)", "step (hours)"), rows)
+
+
 TABLES: Final[dict[str, Callable[[], str]]] = {
     "devices": devices,
     "minimal-blocks": minimal_blocks,
@@ -275,6 +304,7 @@ TABLES: Final[dict[str, Callable[[], str]]] = {
     "fine-tuning": fine_tuning,
     "longest": longest_fine_tuning,
     "qlora": longest_qlora,
+    "folded": folded,
 }
 
 

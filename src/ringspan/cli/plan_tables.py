@@ -123,6 +123,8 @@ def _settings(answer: Plan, result: dict[str, Any], mesh: str) -> Iterator[tuple
     yield "layout, route", f"{result['layout']}, {result['route']}"
     if result["comm_dtype"] != "exact":
         yield "keys and values", f"sent as {result['comm_dtype']}"
+    if result["folds"] > 1:
+        yield "folds", f"{result['folds']:,} of {answer.setting.fold.tokens:,} tokens per rank"
     yield "checkpoint", result["checkpoint"]
     if result["layers_per_checkpoint"] > 1:
         yield "layers per checkpoint", str(result["layers_per_checkpoint"])

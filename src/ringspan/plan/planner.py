@@ -17,7 +17,7 @@ from ringspan.plan.cost.memory import Memory, host_bytes, host_use, training_mem
 from ringspan.plan.cost.passes import even_passes
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.reasons import needs, why
-from ringspan.plan.search import Question, layouts, longest_setting, meshes, policies, routes
+from ringspan.plan.search import FOLDS, Question, layouts, longest_setting, meshes, policies, routes
 
 # A larger ring only sends more; the smallest that fit, with the optimizer on the device, are worth comparing.
 _TIMED_RINGS: Final = 3
@@ -63,6 +63,7 @@ class Plan:
             },
             "micro_batch": setting.batch,
             "micro_steps": setting.micro_steps(self.question.batch),
+            "folds": setting.folds,
             "layout": setting.layout,
             "route": setting.route,
             "comm_dtype": setting.comm_dtype,
@@ -76,6 +77,7 @@ class Plan:
             "smallest_change": {"option": self.change[0], "peak_bytes": self.change[1]} if self.change else None,
             "max_length_tokens": self.max_length_tokens,
             "max_length_needs": needs(self.longest) if self.longest else "",
+            "max_length_limit": self.question.limit(self.longest) if self.longest else "",
             "min_block_tokens": blocks,
             "min_tokens_per_device": {link: round(min_tokens_per_device(c)) for link, c in blocks.items()},
             "link_bytes_per_step": {
@@ -83,6 +85,7 @@ class Plan:
                 for name in ("ring", "shard", "tensor", "intra_node", "inter_node", "host")
             },
             "step_seconds": self.cost.seconds,
+            "seconds": self.cost.parts,
             "mfu": self.cost.mfu,
             "tokens_per_second": self.cost.tokens_per_second,
             "flops_per_step": self.cost.flops,
@@ -124,11 +127,12 @@ def make_plan(question: Question) -> Plan:
             "more, or fewer or smaller images"
         )
     fastest = _fastest(question)
-    setting = fastest or min(_settings(question), key=partial(_shortage, question))
-    memory, cost = training_memory(question.shape, setting), question.step_cost(setting)
     longest = longest_setting(question)
     if longest and longest.length < shape.placed_tokens:  # which it cannot hold
         longest = None
+    folds = question.folds or (longest.folds if longest else 1)
+    setting = fastest or min(_settings(replace(question, folds=folds)), key=partial(_shortage, question))
+    memory, cost = training_memory(question.shape, setting), question.step_cost(setting)
     return Plan(
         question=question,
         setting=setting,
@@ -147,6 +151,8 @@ def _smallest_change(question: Question, longest: Setting | None) -> tuple[str, 
     tried: list[tuple[str, dict[str, Any]]] = [("--parameter-dtype bfloat16", {"parameter_dtype": "bfloat16"}), twice]
     if not question.shape.lora and not question.shape.sees:
         tried.append((f"--lora {_RANK}", {"shape": question.shape.adapted(_RANK)}))
+    if question.folds == 1 and question.device.host_bandwidth:
+        tried.append(("--folds 0", {"folds": 0}))
     tried += more
     if longest:  # as soon as half of it is left
         at = 3 if 2 * longest.length >= question.length else len(tried)
@@ -158,7 +164,7 @@ def _smallest_change(question: Question, longest: Setting | None) -> tuple[str, 
         except RingspanError:  # no mesh of so many devices, or with so few tokens
             continue
         if setting is not None:
-            return option, training_memory(other.shape, setting).peak_bytes
+            return option.replace("folds 0", f"folds {setting.folds}"), training_memory(other.shape, setting).peak_bytes
     return None
 
 
@@ -201,6 +207,8 @@ class _Race:
 
 def _fastest(question: Question) -> Setting | None:
     """Return the smallest rings' fastest fitting policy per tp; other routes if the ring waits or has windows."""
+    if question.folds == 0:
+        return next(filter(None, (_fastest(replace(question, folds=folds)) for folds in FOLDS)), None)
     race = _Race(question)
     rings: dict[int, set[int]] = {}
     others: list[Setting] = []

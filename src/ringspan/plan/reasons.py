@@ -8,6 +8,7 @@ from ringspan.core.geometry.layout import Layout
 from ringspan.core.messages.units import shown_bytes, shown_seconds
 from ringspan.core.names import CHECKPOINT_NAMES
 from ringspan.plan.cost.cost import StepCost, block_tokens_for_overlap
+from ringspan.plan.cost.folds import per_token
 from ringspan.plan.cost.kept import pixel_bytes, seen_bytes
 from ringspan.plan.cost.memory import RESERVE, Memory, host_bytes, host_use, training_memory
 from ringspan.plan.cost.setting import Setting
@@ -19,6 +20,8 @@ from ringspan.plan.search import AUTO, Question, longest_setting, meshes
 def needs(setting: Setting) -> str:
     parts = [f"ring {setting.ring}", f"tp {setting.tp}" if setting.tp > 1 else "", f"route {setting.route}"]
     parts += [f"checkpoint {setting.checkpoint}"]
+    if setting.folds > 1:
+        parts.append(f"{setting.folds} folds")
     if setting.layers_per_checkpoint > 1:
         parts.append(f"{setting.layers_per_checkpoint} layers per checkpoint")
     if setting.feedforward_tokens:
@@ -50,6 +53,7 @@ def why(question: Question, setting: Setting, memory: Memory, cost: StepCost, lo
         "reserved 32% without)"
     )
     yield from _about_host(question, setting)
+    yield from _about_folds(question, setting, cost, longest)
     yield from _about_states(question, setting)
     yield from _about_towers(question, setting)
     yield from _about_links(question, setting, cost)
@@ -283,6 +287,21 @@ def _about_links(question: Question, setting: Setting, cost: StepCost) -> Iterat
         )
     if cost.exposed_seconds > 0.05 * cost.seconds:
         yield _waiting(cost)
+
+
+def _about_folds(question: Question, setting: Setting, cost: StepCost, longest: Setting | None) -> Iterator[str]:
+    if setting.folds == 1:
+        return
+    local, where = question.shape.split(setting.tp), "device" if setting.offload == "none" else "host"
+    each = per_token(local.counted(local.layers), setting)
+    yield (
+        f"between folds, {shown_bytes(round(sum(each)))} a token wait on the {where}, of them "
+        f"{shown_bytes(round(each[0]))} of keys and values and {shown_bytes(round(each[1]))} of gradients; copies "
+        f"take {shown_seconds(cost.host_seconds)} beside {shown_seconds(cost.compute_seconds)} of computing, weights "
+        f"{shown_seconds(cost.gather_seconds)}"
+    )
+    if longest:
+        yield f"longer than {longest.length:,} tokens does not fit the {question.limit(longest)}'s memory"
 
 
 def _waiting(cost: StepCost) -> str:

@@ -22,12 +22,16 @@ from ringspan.plan.model.shapes import ModelShape
 
 AUTO: Final = "auto"
 # More is a slip of the keyboard: every divisor of the devices is tried as a ring, and numbers must stay exact.
+FOLDS: Final = (1, 2, 3, 4, 8, 16, 32, 64)  # that are searched
 MOST: Final = {"devices": 1 << 20, "length": 1 << 40, "batch": 1 << 30}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A step to plan: ``batch`` sequences per optimizer step, ``route`` (or ``auto``), sent as ``comm_dtype``."""
+    """A step to plan: ``batch`` sequences per optimizer step, ``route`` (or ``auto``), sent as ``comm_dtype``.
+
+    ``folds`` of each sequence; 0: the fewest of ``FOLDS`` that fit.
+    """
 
     shape: ModelShape
     device: Device
@@ -38,6 +42,7 @@ class Question:
     parameter_dtype: str = "float32"
     route: str = AUTO
     comm_dtype: CommDtypeName = "exact"
+    folds: int = 1
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
@@ -59,6 +64,11 @@ class Question:
             if use[what] > has and (has or what == "train"):
                 return what, use[what]
         return None
+
+    def limit(self, longest: Setting) -> str:
+        """Return what has no room for one more token per rank: host or device."""
+        more = replace(longest, length=longest.length + Layout(longest.layout, 1, longest.ring).granularity)
+        return "device" if self.host_shortage(more) is None else "host"
 
     def step_cost(self, setting: Setting, attention: Passes = attention_passes) -> StepCost:
         return step_cost(self.shape, setting, self.device, self.batch, attention)
@@ -87,6 +97,7 @@ def meshes(question: Question) -> tuple[Setting, ...]:
                 compute_dtype=question.dtype,
                 parameter_dtype=question.parameter_dtype,
                 comm_dtype=question.comm_dtype,
+                folds=question.folds or 1,
             )
             granularity = Layout(setting.layout, 1, ring).granularity
             if question.batch % setting.replicate or question.length < granularity:
@@ -125,7 +136,7 @@ def layouts(ring: int) -> tuple[LayoutName, ...]:
 def routes(question: Question, setting: Setting) -> tuple[str, ...]:
     if question.route != AUTO:
         return (question.route,)
-    if setting.ring == 1:
+    if setting.ring == 1 or question.folds != 1:  # ones that ranks of a ring share by heads do not go with folds
         return ("ring",)
     # Queries are sent as they are: their ring has no use for a communication dtype of keys.
     queries = ("pass-q",) if question.comm_dtype == "exact" else ()
@@ -162,6 +173,9 @@ def policies(question: Question) -> tuple[dict[str, Any], ...]:
 
 def longest_setting(question: Question, devices: int | None = None) -> Setting | None:
     """Return the ring of all devices that holds the longest sequence, and its length; None if none does."""
+    if question.folds == 0:
+        found = [longest_setting(replace(question, folds=folds), devices) for folds in FOLDS]
+        return max(filter(None, found), key=lambda setting: setting.length, default=None)
     devices = devices or question.devices
     asked = replace(question, devices=devices, batch=1, length=2 * devices)
     best, length = None, 0

@@ -39,6 +39,7 @@ def python_call(setting: Setting) -> str:
     axes = {"ring": setting.ring, "replicate": setting.replicate, "tp": setting.tp}
     mesh = ", ".join(f"{axis}={size}" for axis, size in axes.items() if axis == "ring" or size > 1)
     options = _sent(setting) | _kept(setting)
+    folds = f", folds={setting.folds}" if setting.folds > 1 else ""
     lines = [
         "import torch",
         "import ringspan as rs",
@@ -50,7 +51,7 @@ def python_call(setting: Setting) -> str:
         *(f"    {name}={json.dumps(value)}," for name, value in options.items()),
         f"    compute_dtype=torch.{setting.compute_dtype},",
         ")",
-        f"batch = rs.shard_batch(batch, mesh, layout={json.dumps(setting.layout)})",
+        f"batch = rs.shard_batch(batch, mesh, layout={json.dumps(setting.layout)}{folds})",
     ]
     if setting.optimizer_on_host:
         lines.append("optimizer = rs.HostAdamW(model.parameters())")
@@ -66,6 +67,8 @@ def _kept(setting: Setting) -> dict[str, Any]:
     kept: dict[str, Any] = {"checkpoint": setting.checkpoint}
     if setting.checkpoint != "none":
         kept["layers_per_checkpoint"] = setting.layers_per_checkpoint
+    if setting.folds > 1:
+        kept["folds"] = setting.folds
     # With a checkpoint the default already cuts feed-forwards, where a model's can be cut for free.
     if setting.feedforward_tokens != (0 if setting.checkpoint == "none" else FREE_CHUNK_TOKENS):
         kept["feedforward_chunk_tokens"] = setting.feedforward_tokens

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ringspan as rs
-from ringspan.core.geometry.folds import fold_layouts, folded_layout, folds_read
+from ringspan.core.geometry.folds import fold_layouts, folded_layout, folds_read, last_reader
 from tests.core.strategies import masks
 
 
@@ -30,6 +30,7 @@ def test_folds_read_those_that_their_mask_shows(mask, length, folds):
     for fold in range(folds):
         expected = tuple(each for each in reversed(range(fold)) if blocks[fold, each])
         assert folds_read(mask.spec, folds * tokens, tokens, fold) == expected
+        assert last_reader(mask.spec, folds * tokens, tokens, fold) == max(np.flatnonzero(blocks[:, fold]), default=-1)
 
 
 def test_layouts_of_many_runs_are_refused():

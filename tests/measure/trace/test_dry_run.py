@@ -16,6 +16,7 @@ from ringspan.measure.trace import tracker
 from ringspan.measure.trace.dry_run import fake_mesh, hugging_face_config, prepare, summary, thinned, trace
 from ringspan.plan.cluster.hardware import DEVICES
 from ringspan.plan.cost.cost import step_cost
+from ringspan.plan.cost.folds import per_token
 from ringspan.plan.cost.memory import held_bytes, training_memory
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.model.configs import MODELS, from_config
@@ -150,6 +151,39 @@ def test_each_kind_keeps_what_is_planned(pool, kind):
         positions = 4 * setting.tokens  # int32, which live as long as the decoder runs
         planned = [held_bytes(shape, setting) + positions] * 2
         assert pool.run(held, 2, kind, setting) == pytest.approx(planned, rel=1e-3)
+
+
+def held_in_folds(mesh, kind, setting):
+    model, _, batch = prepare(models.build(kind, max_position_embeddings=8192), mesh, setting)
+    watching = tracker.MemoryTracker()
+    model(**batch).loss.backward()  # FSDP makes its buffers
+    with watching:
+        loss = model(**batch).loss
+        watching.keep()
+    loss.backward()
+    return watching.moments[-1].bytes["activations"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3", "gemma3_text"])
+def test_folds_keep_what_is_planned_between_passes(pool, kind):
+    shape = from_config(models.config(kind).to_dict(), kind)
+    for checkpoint in ("attention", "full"):
+        setting = Setting(length=4096, ring=2, folds=4, checkpoint=checkpoint, on_gpu=False)
+        each = per_token(shape.counted(shape.layers), setting)  # gradients come later
+        planned = setting.fold.tokens * (3 * each.keys + 4 * each.results)
+        assert pool.run(held_in_folds, 2, kind, setting) == pytest.approx([planned] * 2, rel=1e-3)
+
+
+@pytest.mark.parametrize("checkpoint", ["full", *long("attention")])
+def test_longer_sequences_in_more_folds_hold_no_more(checkpoint):
+    config, found = models.config("llama", **WIDE | THIN), list[int]()
+    for folds in (4, 5):  # two folds with gradients are at hand at once, from four on
+        setting = Setting(length=4096 * folds, ring=2, folds=folds, checkpoint=checkpoint, offload="activations")
+        traced = trace(config, setting, 0).peak.total_bytes
+        formula = training_memory(from_config(config.to_dict(), "llama"), setting).peak_bytes
+        assert formula == pytest.approx(traced, rel=0.05)
+        found.append(traced - 24 * setting.tokens)  # three int64 a token of the batch
+    assert found[1] <= found[0]
 
 
 @pytest.mark.parametrize("route", ["ring", "ulysses:4+all-gather", *long(*ROUTES[1:])])

@@ -100,6 +100,7 @@ def attended(mesh: DeviceMesh | None, mask: rs.Mask, layout: Any, length: int, f
         if turn >= folds:
             out.backward(local[3][number])
             found.append((out.detach(), q.grad, k.grad, v.grad))  # pyright: ignore
+    assert not any(waiting._folds["one"] for waiting in (kept.keys, kept.gradients, kept.results))
     return [torch.cat(column, 2) for column in zip(*reversed(found), strict=True)], sinks.grad
 
 

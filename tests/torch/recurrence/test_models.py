@@ -50,7 +50,7 @@ def on_a_ring(mesh: Any, kind: str, dtype: torch.dtype, layout: str, ids: Tensor
         batch["labels"] = ids[each].masked_fill(mask[each] == 0, -100)
         if documents:
             batch["position_ids"] = restarting(documents)[each]
-        part = rs.shard_batch(batch, mesh, layout=layout)
+        part = rs.shard_batch(batch, mesh, layout=layout, folds=options.get("folds", 1))
         if accumulate_ > 1:
             part["num_items_in_batch"] = ids[:, 1:].numel()
         step = model(**part).loss
@@ -134,6 +134,10 @@ def test_float32_is_as_close_to_float64_as_one_process(pool, number, kind):
         ("deepseek_v2", 4, 2, {"accumulate": 2, "documents": SHORT, "route": "bidirectional"}),
         ("minicpm3", 3, 1, {"layout": "striped", "checkpoint": "none"}),
         ("youtu", 2, 1, {"layers_per_checkpoint": 2, "offload": "activations"}),
+        ("qwen3_next", 4, 2, {"folds": 3, "accumulate": 2, "documents": SHORT}),
+        ("bamba", 1, 1, {"folds": 4, "checkpoint": "full", "layout": "contiguous"}),
+        ("lfm2", 3, 1, {"folds": 2, "documents": SHORT, "layout": "contiguous"}),
+        ("minimax", 2, 1, {"folds": 5, "layers_per_checkpoint": 2}),
         *long(
             ("jamba", 2, 1, {"accumulate": 2, "documents": SHORT}),
             ("nemotron_h", 2, 1, {"layers_per_checkpoint": 3, "checkpoint": "full"}),

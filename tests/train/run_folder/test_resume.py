@@ -158,7 +158,7 @@ def test_a_run_without_its_newest_checkpoint_uses_the_previous(pool, text, unint
 @pytest.mark.parametrize(
     ("name", "changes"),
     [
-        ("2 x 2", {"mesh": {"replicate": 2}, "optimizer": {"batch_size": 1}}),
+        ("2 x 2", {"mesh": {"replicate": 2}, "memory": {"folds": 3}, "optimizer": {"batch_size": 1}}),
         *long(("heads over 2", {"mesh": {"tp": 2}, "optimizer": {"batch_size": 2}})),
         *long(("striped", {"attention": {"layout": "striped"}, "optimizer": {"batch_size": 2}})),
     ],

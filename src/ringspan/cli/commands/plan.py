@@ -74,12 +74,12 @@ CommDtype = Annotated[
 
 # Options of training, without a part in generation.
 _OF_TRAINING = (
-    "length", "parameter_dtype", "route", "comm_dtype", "lora", "weights", "images", "frames", "sound", "documents",
-    "trace", "rank", "picture", "why_not", "explain", "group", "completion",
+    "length", "parameter_dtype", "route", "comm_dtype", "folds", "lora", "weights", "images", "frames", "sound",
+    "documents", "trace", "rank", "picture", "why_not", "explain", "group", "completion",
 )  # fmt: skip
 # Those without a part in a comparison of groups.
 _OF_SEQUENCES = (
-    "length", "images", "frames", "sound", "documents", "trace", "rank", "picture", "why_not", "explain",
+    "length", "folds", "images", "frames", "sound", "documents", "trace", "rank", "picture", "why_not", "explain",
 )  # fmt: skip
 
 
@@ -95,6 +95,9 @@ def command(
     parameter_dtype: ParameterDtype = "float32",
     route: Route = "auto",
     comm_dtype: CommDtype = "exact",
+    folds: Annotated[
+        int, typer.Option(min=0, help="Parts of a sequence, computed in turn; 0: as many as it takes.")
+    ] = 1,
     lora: Annotated[int, typer.Option(min=0, help="Train adapters of this rank on all linear layers; 0: none.")] = 0,
     weights: Annotated[
         str, typer.Option(help="With --lora: pack the frozen weights: int8, int4, nf4, nf4-double.")
@@ -175,7 +178,7 @@ def command(
     media = read_media(images, frames, sound)
     question = question_of(
         model, device, devices, nodes, media, lora, weights, length=length, batch=batch, dtype=dtype,
-        parameter_dtype=parameter_dtype, route=route, comm_dtype=comm_dtype,
+        parameter_dtype=parameter_dtype, route=route, comm_dtype=comm_dtype, folds=folds,
     )  # fmt: skip
     if group and completion:
         _compare_group(question, group, prompt or DEFAULT_PROMPT, completion, as_json=as_json)
@@ -186,6 +189,8 @@ def command(
     result = answer.as_json()
     if trace:
         result |= _traced(answer, rank or 0, quiet=as_json)
+    if lengths and answer.setting.folds > 1:
+        raise ConfigError(f"--documents {documents} are not timed in --folds {folds}; leave one out")
     if lengths and not answer.fits:
         raise ConfigError(f"--documents {documents}: the step does not fit, so no layout is timed; see it without them")
     layouts = _layouts(answer, lengths, quiet=as_json) if lengths else []

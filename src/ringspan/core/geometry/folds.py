@@ -62,3 +62,12 @@ def folds_read(mask: str, length: int, tokens: int, fold: int) -> tuple[int, ...
     regions = bound(regions)
     firsts, lasts = regions[:, 2] // tokens, (regions[:, 3] - 1) // tokens
     return tuple(each for each in reversed(range(fold)) if bool(((firsts <= each) & (each <= lasts)).any()))
+
+
+@lru_cache(maxsize=1024)
+def last_reader(mask: str, length: int, tokens: int, fold: int) -> int:
+    """Return the last fold whose queries see a fold's keys, -1 without any; arguments as of ``folds_read``."""
+    regions = Mask.parse(mask).table(length, length).copy()
+    regions[:, 2] = np.maximum(regions[:, 2], fold * tokens)
+    regions[:, 3] = np.minimum(regions[:, 3], (fold + 1) * tokens)
+    return max(((int(last) - 1) // tokens for last in bound(regions)[:, 1]), default=-1)

@@ -4,13 +4,15 @@ S tokens of a sequence, T of a rank, C hidden size, H, G heads, D head size, N r
 parallelism.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ringspan.core.costs import training_flops
 from ringspan.core.schedule.timing import Pass, Speeds
 from ringspan.core.schedule.workspace import Shape, sent_itemsize
 from ringspan.plan.cluster.hardware import Device
+from ringspan.plan.cost.folds import copied_bytes, folds_read
 from ringspan.plan.cost.memory import local_trained_bytes, saved_per_token
 from ringspan.plan.cost.passes import Passes, attention_passes, causal_pairs, seen_pairs
 from ringspan.plan.cost.setting import Setting
@@ -31,7 +33,8 @@ class StepCost:
 
     ``flops``: the model's, without recomputation; ``mfu``: their share of the data sheets'. Bytes arrive at one rank,
     for attention, FSDP (parameters, gradients) and tensor parallelism (sums), and by link; ``host_bytes`` go and come
-    back.
+    back. ``attention_seconds`` are part of ``compute_seconds``; ``gather_seconds`` and ``host_seconds``, which overlap
+    with them, are what links and host take for FSDP's bytes and for copies of one direction.
     """
 
     flops: float
@@ -45,10 +48,19 @@ class StepCost:
     host_bytes: float
     tokens: int
     mfu: float
+    attention_seconds: float
+    gather_seconds: float
+    host_seconds: float
 
     @property
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds
+
+    @property
+    def parts(self) -> dict[str, float]:
+        named = {"attention": self.attention_seconds, "other_computing": self.compute_seconds - self.attention_seconds}
+        beside = {"gathering": self.gather_seconds, "host_copies": self.host_seconds}
+        return named | {"waiting": self.exposed_seconds} | beside
 
     @property
     def exposed_seconds(self) -> float:
@@ -116,6 +128,9 @@ def step_cost(
         host_bytes=total("host_bytes") + copied,
         tokens=batch * setting.length,
         mfu=flops / (seconds * device.flops * setting.devices),
+        attention_seconds=total("attention"),
+        gather_seconds=total("shard_bytes") / device.bandwidth(setting.devices),
+        host_seconds=(total("host_bytes") + copied) / 2 / device.host_bandwidth if device.host_bandwidth else 0.0,
     )
 
 
@@ -129,6 +144,7 @@ class _Time:
     intra_bytes: float
     inter_bytes: float
     host_bytes: float
+    attention: float
 
 
 class _LayerTimes:
@@ -143,7 +159,8 @@ class _LayerTimes:
         self.root_sums = 2 if self.shape.vocab < shape.vocab else 0  # of the embedding, and of the head's gradient
         self.kept = 0.0
         if setting.offload == "activations":
-            self.kept = saved_per_token(shape, setting, shape.layers) / shape.layers
+            self.kept = saved_per_token(shape, setting.fold, shape.layers) / shape.layers
+        self.first = int(setting.folds > 1)  # a forward pass of all folds, which backward repeats for each
         # Peak numbers are for half precision; float32 runs as TF32 at about half of it, at best.
         self.peak = device.flops if setting.number_bytes < 4 else device.flops / 2
         self.again = setting.checkpoint != "none"
@@ -156,9 +173,9 @@ class _LayerTimes:
 
     def root(self) -> _Time:
         shape = self.shape
-        compute = (2 if shape.lora else 3) * self.matrices(shape.outside + shape.vocab * shape.hidden)
+        compute = (self.first + (2 if shape.lora else 3)) * self.matrices(shape.outside + shape.vocab * shape.hidden)
         weights = self.setting.number_bytes * shape.root, shape.trained_root
-        return self._time(compute, compute, weights, Pass(0, 0, 0, 0), sums=self.root_sums, kept=0)
+        return self._time(compute, compute, weights, Pass(0, 0, 0, 0), sums=self.root_sums)
 
     def towers(self) -> _Time:
         """Time towers and projectors on the largest share of images, with the transfer of embeddings."""
@@ -171,14 +188,14 @@ class _LayerTimes:
         each = 2 * setting.number_bytes * placed / setting.ring  # of one other rank, there and back
         inside, outside = near * each, (others - near) * each if setting.ring > 1 else 0.0
         sent = inside / self.device.intra_node_bandwidth + outside / self.device.inter_node_bandwidth
-        exchange = Pass(compute + sent, compute, inside, outside)
+        exchange = Pass(0, 0, inside, outside)
         weights = sum(self.shape.tower_layers)
-        return self._time(compute, compute + sent, (setting.number_bytes * weights, weights), exchange, sums=0, kept=0)
+        return self._time(compute, compute + sent, (setting.number_bytes * weights, weights), exchange, sums=0)
 
     def layer(self, kind: LayerKind) -> _Time:
         setting = self.setting
         passes = self._mixing(kind)
-        times = 2 + (kind.trained / kind.matrices if kind.frozen else 1) + self.made_again
+        times = 2 + (kind.trained / kind.matrices if kind.frozen else 1) + self.made_again + self.first
         if self.again:  # the feed-forward's last product need not be computed again; blocks of it need nothing more
             times += 1
         elif setting.feedforward_tokens:
@@ -186,16 +203,16 @@ class _LayerTimes:
         matrices = times * self.matrices(kind.matrices)
         if kind.packed and self.device.memory_bandwidth:  # read, and written in full, for each pass
             unpacked = self.shape.bytes_of(2 * kind.packed, kind.packed, setting.number_bytes)
-            matrices += (2 + bool(self.again)) * unpacked / self.device.memory_bandwidth
-        attention = Pass(*(sum(column) for column in zip(Pass(0, 0, 0, 0), *passes, strict=True)))
+            matrices += (2 + bool(self.again) + self.first) * setting.folds * unpacked / self.device.memory_bandwidth
+        attention = _added(passes)
         return self._time(
             matrices + attention.compute_seconds,
             matrices + attention.seconds,
             (self.shape.bytes_of(kind.parameters, kind.packed, setting.number_bytes), kind.trained),
             attention,
             # Of attention and feed-forward, forward and backward; of what is computed again.
-            sums=4 + bool(self.again) + bool(setting.feedforward_tokens) + 2 * self.made_again,
-            kept=self.kept,
+            sums=4 + bool(self.again) + bool(setting.feedforward_tokens) + 2 * (self.made_again + self.first),
+            host=2.0 * setting.tokens * self.kept + copied_bytes(kind, setting),
             # For forward and backward; for inputs that are made again those of all layers but the segment's last, the
             # one before which stays for its own backward pass.
             gathers=2 + max(0.0, 1 - 2 / setting.layers_per_checkpoint),
@@ -206,24 +223,15 @@ class _LayerTimes:
         setting, (sizes, speeds) = self.setting, self._attention(kind)
         passes: list[Pass] = []
         if kind.attends:
-            forward, backward = self.passes(
-                setting.layout, setting.length, setting.ring, kind.window, setting.route_of(kind), sizes, speeds,
-                setting.comm_dtype,
-            )  # fmt: skip
-            # Chunks are timed as windows of as many tokens, of whose pairs they have about half.
-            share = seen_pairs(kind, setting.length) / causal_pairs(setting.length, kind.window)
-            forward, backward = (
-                Pass(*(kind.calls * cost for cost in (share * each.seconds, share * each.compute_seconds, *each[2:])))
-                for each in (forward, backward)
-            )
+            forward, backward = self._attend(kind, sizes, speeds)
             passes += [forward, backward]
-            passes += self._computed_again(forward) if self.attention_again else []
+            passes += [forward] * self.first + self._computed_again(forward) if self.attention_again else []
             passes += self._expansions(kind)
         if kind.scan or kind.halo:
             forward, backward = state_passes(
                 setting.layout, setting.length, setting.ring, kind, setting.batch, setting.number_bytes, speeds
             )
-            passes += [forward, backward]
+            passes += [forward, backward] + [forward] * self.first
             is_again = self.attention_again or (self.again and setting.ring == 1)
             passes += self._computed_again(forward) if is_again else []
         return passes
@@ -237,6 +245,26 @@ class _LayerTimes:
         arrived = (setting.ring - 1) * kind.calls * self.matrices(weights)
         own = kind.calls * self.matrices(weights)  # of which one product is among the layer's matrices
         return [Pass(seconds, seconds, 0.0, 0.0) for seconds in (arrived, 3 * arrived + own)]
+
+    def _attend(self, kind: LayerKind, sizes: Shape, speeds: Speeds) -> tuple[Pass, Pass]:
+        """Time attention of all folds, each to itself and to those before it, whose pairs are spread over them."""
+        setting, length = self.setting, self.setting.fold.length
+
+        def both(window: int | None, speeds: Speeds) -> tuple[Pass, Pass]:
+            way = setting.route_of(kind), sizes, speeds, setting.comm_dtype
+            return self.passes(setting.layout, length, setting.ring, window, *way)
+
+        # Chunks are timed as windows of as many tokens, of whose pairs they have about half.
+        own = seen_pairs(kind, length)
+        share, folds = own / causal_pairs(length, kind.window), setting.folds
+        found = _times(kind.calls * folds, share, both(kind.window, speeds))
+        if others := folds_read(kind, setting):
+            pairs = (seen_pairs(kind, folds * length) - folds * own) / others
+            slower = replace(speeds, flops=speeds.flops * causal_pairs(length) / max(pairs, 1.0))
+            found = [
+                _added(each) for each in zip(found, _times(kind.calls * others, 1.0, both(None, slower)), strict=True)
+            ]
+        return found[0], found[1]
 
     def _computed_again(self, forward: Pass) -> list[Pass]:
         return [forward, Pass(*(self.made_again * cost for cost in forward))]
@@ -262,7 +290,7 @@ class _LayerTimes:
         attention: Pass,
         *,
         sums: float,
-        kept: float,
+        host: float = 0.0,
         gathers: float = 2,
     ) -> _Time:
         """Add FSDP traffic of ``weights`` (bytes, trained numbers) and tensor-parallel sums; links overlap."""
@@ -270,7 +298,6 @@ class _LayerTimes:
         gathered, reduced = self._shard_bytes(weights, gathers)
         hidden = setting.tokens * self.shape.hidden * setting.number_bytes
         tensor = sums * 2 * (1 - 1 / setting.tp) * hidden  # a sum is reduced in parts, which are then gathered
-        host = 2.0 * setting.tokens * kept
         carried = {True: attention.intra_node_bytes, False: attention.inter_node_bytes}
         apart = setting.tp * setting.ring
         for num_bytes, ranks, distance in (
@@ -295,14 +322,28 @@ class _LayerTimes:
             intra_bytes=carried[True],
             inter_bytes=carried[False],
             host_bytes=host,
+            attention=attention.compute_seconds,
         )
 
     def _shard_bytes(self, weights: tuple[int, int], gathers: float) -> tuple[float, float]:
         setting = self.setting
         num_bytes, trained = weights
-        around = (1 - 1 / setting.ring) * (gathers * num_bytes + trained * _GRADIENT_BYTES)
+        around = (1 - 1 / setting.ring) * ((gathers + self.first) * num_bytes + trained * _GRADIENT_BYTES)
         across = 2 * (1 - 1 / setting.replicate) * trained / setting.ring * _GRADIENT_BYTES
+        around, across = setting.folds * around, setting.folds * across
         return around, across if self.is_last else 0.0
+
+
+def _times(count: int, share: float, passes: Iterable[Pass]) -> list[Pass]:
+    """Return ``count`` times each, whose share of pairs is computed."""
+    return [
+        Pass(*(count * cost for cost in (share * each.seconds, share * each.compute_seconds, *each[2:])))
+        for each in passes
+    ]
+
+
+def _added(passes: Iterable[Pass]) -> Pass:
+    return Pass(*(sum(column) for column in zip(Pass(0, 0, 0, 0), *passes, strict=True)))
 
 
 def _shares(ranks: int, distance: int, per_node: int) -> dict[bool, float]:

@@ -15,10 +15,10 @@ def parts_of(kind: LayerKind, setting: Setting) -> dict[str, int]:
     if setting.latent_dim(kind):  # keys, and the product that holds their other part and values, are expanded again
         expanded = kind.heads * (2 * kind.head_dim - kind.rotary + kind.value_dim)
         parts["heads"] -= a * kind.calls * (expanded - kind.rotary)
-    return parts | {"attention": _result_bytes(kind, a), "mixing": a * (kind.mixed + 2 * _out(kind))}
+    return parts | {"attention": result_bytes(kind, a), "mixing": a * (kind.mixed + 2 * _out(kind))}
 
 
-def _result_bytes(kind: LayerKind, number_bytes: int) -> int:
+def result_bytes(kind: LayerKind, number_bytes: int) -> int:
     return kind.calls * (number_bytes * kind.out_size + _FLOAT32 * kind.heads)
 
 
@@ -34,7 +34,7 @@ def saved_per_token(local: ModelShape, setting: Setting, layers: int) -> int:
         return inputs
     # On one rank nothing is exchanged: results of states are computed again there.
     outs = a * (setting.ring > 1)
-    return inputs + sum(count * (outs * _out(kind) + _result_bytes(kind, a)) for kind, count in counts.items())
+    return inputs + sum(count * (outs * _out(kind) + result_bytes(kind, a)) for kind, count in counts.items())
 
 
 def states_bytes(local: ModelShape, setting: Setting, layers: int) -> int:

@@ -14,6 +14,7 @@ from ringspan.core.costs import LossBytes, loss_bytes
 from ringspan.core.schedule.choice import head_groups
 from ringspan.core.schedule.route import Heads, Route, member_heads
 from ringspan.plan.cost import kept
+from ringspan.plan.cost.folds import brought_bytes, keys_of, most_waiting, waiting_bytes
 from ringspan.plan.cost.loop import loop_bytes, tile_pairs
 from ringspan.plan.cost.setting import Setting, check_setting
 from ringspan.plan.model.kinds import LayerKind
@@ -67,14 +68,15 @@ def saved_per_token(shape: ModelShape, setting: Setting, layers: int) -> int:
 def held_bytes(shape: ModelShape, setting: Setting) -> int:
     """Return the bytes that a decoder keeps on the device from forward to backward, besides its batch."""
     step = _Step(shape, setting)
-    return step.kept(shape.layers) + step.end + step.inputs - step.tokens * _INDICES
+    return step.kept(shape.layers) + step.end + step.inputs - setting.tokens * _INDICES
 
 
 class _Step:
     """Moments of a step on a rank with its share of heads, feed-forward and vocabulary."""
 
     def __init__(self, shape: ModelShape, setting: Setting) -> None:
-        self.shape, self.setting = shape.split(setting.tp), setting
+        self.shape, self.whole, self.setting = shape.split(setting.tp), setting, setting.fold
+        setting = setting.fold
         self.a, self.p = setting.number_bytes, _trained_bytes(shape, setting)
         self.tokens, self.ranks = setting.tokens, setting.ring
         self._attention_bytes: dict[LayerKind, tuple[int, int]] = {}
@@ -89,7 +91,7 @@ class _Step:
         self.states = partial(kept.states_bytes, self.shape, setting)
         in_chunks = bool(setting.norm_tokens)
         around, last_norm = (each.bytes(self.a, norms_in_chunks=in_chunks) for each in shape.around)
-        self.inputs = self.tokens * (_INDICES + around)
+        self.inputs = self.whole.tokens * _INDICES + self.tokens * around
         self.end = self.hidden + self.tokens * last_norm
         self.seen = kept.seen_bytes(shape, setting)
         self.head = 0 if shape.lora else self.shape.vocab * shape.hidden
@@ -108,15 +110,19 @@ class _Step:
         return self.tokens * self.saved(ahead) + again if backward else 0
 
     def memory(
-        self, moment: str, *, activations: int = 0, temporaries: int = 0, communication: int = 0, gradients: int = 0
-    ) -> Memory:
+        self, moment: str, *, activations: int = 0, temporaries: int = 0, communication: int = 0, gradients: int = 0,
+        done: int | None = None,
+    ) -> Memory:  # fmt: skip
+        """Build a moment, in a layer's backward pass when ``done`` later layers are finished."""
+        on_device = done is not None and self.setting.offload == "none"
+        waiting = waiting_bytes(self.shape, self.whole, done or 0) if on_device else 0
         return Memory(
             moment,
             {
                 "parameters": self.parameters,
-                "gradients": gradients,
+                "gradients": self.trained if self.whole.folds > 1 else gradients,
                 "optimizer": 0 if self.setting.has_moments_on_host else 2 * self.trained,
-                "activations": activations + self.inputs,
+                "activations": activations + self.inputs + waiting,
                 "temporaries": temporaries,
                 "communication": communication,
             },
@@ -154,6 +160,7 @@ class _Step:
             activations=self.kept(self.shape.layers) + self.end + self.seen,
             temporaries=(0 if self.shape.lora else self._loss.sums) + temporaries + self.hidden,
             communication=self.gathered + self.layer_bytes,
+            done=0,
         )
 
     def layers(self) -> list[Memory]:
@@ -185,6 +192,7 @@ class _Step:
             temporaries=self.a * self.head + self.hidden + self.unpacked + temporaries,
             communication=self.gathered + self.layer_bytes + prefetched + reducing + communication,
             gradients=self.p * self.shape.trained_of_layers(done) // self.ranks,
+            done=done,
         )
 
     def _made_again(self, kind: LayerKind) -> dict[str, int]:
@@ -243,6 +251,11 @@ class _Step:
         if kind not in self._attention_bytes:
             self._attention_bytes[kind] = attention_backward_bytes(kind, self.setting)
         held, in_transit = self._attention_bytes[kind]
+        if self.whole.folds > 1:  # own keys' gradients and the queries' sum wait for those of earlier folds
+            queries = _FLOAT32 * kind.heads * kind.head_dim
+            held += self.tokens * (queries + self.a * keys_of(kind))
+            if self.setting.offload != "none":
+                held += brought_bytes(kind, self.whole)
         return self._backward(ATTENTION_MOMENT, done, ours, dout + weights + held, in_transit)
 
     def towers(self) -> list[Memory]:
@@ -376,8 +389,10 @@ def _trained_bytes(shape: ModelShape, setting: Setting) -> int:
 def host_bytes(shape: ModelShape, setting: Setting) -> int:
     """Return what a rank keeps on the host: checkpointed activations and AdamW's moments."""
     moments = 2 * local_trained_bytes(shape, setting) if setting.has_moments_on_host else 0
-    kept = setting.tokens * saved_per_token(shape, setting, shape.layers) if setting.offload != "none" else 0
-    return moments + kept
+    if setting.offload == "none":
+        return moments
+    kept = setting.fold.tokens * saved_per_token(shape, setting, shape.layers)
+    return moments + kept + most_waiting(shape.split(setting.tp), setting)
 
 
 def host_use(shape: ModelShape, setting: Setting) -> dict[str, int]:

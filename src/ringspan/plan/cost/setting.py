@@ -1,11 +1,12 @@
 """One way to run a training step, as it is planned, traced or counted."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ringspan.core.arguments import FREE_CHUNK_TOKENS, FREE_NORM_TOKENS
 from ringspan.core.costs import DTYPE_BYTES
 from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.geometry.folds import fold_layouts
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.names import COMM_DTYPE_NAMES, ChunkTokens, LayoutName, checkpoint_name, find_name, offload_name
 from ringspan.core.schedule.choice import check_segments
@@ -45,7 +46,7 @@ class Setting(StepConfig):
 
     def latent_dim(self, kind: LayerKind) -> int:
         """Return the numbers of a token that travel in place of a layer's keys and values, 0 if these do."""
-        is_sent = self.ring > 1 and self.tp == 1 and self.compile is False
+        is_sent = self.ring > 1 and self.tp == 1 and self.compile is False and self.folds == 1
         if not is_sent or self.way.passes_queries or self.way.ulysses > 1 or not kind.latent:
             return 0
         size = kind.latent + kind.rotary
@@ -56,8 +57,14 @@ class Setting(StepConfig):
         return "ring" if self.way.name == "all-gather" and self.latent_dim(kind) else self.route
 
     @cached_property
+    def fold(self) -> "Setting":
+        """The step of one of several folds, whose own number is 0."""
+        return self if self.folds < 2 else replace(self, length=-(-self.length // self.folds), folds=0)
+
+    @cached_property
     def tokens(self) -> int:
-        return self.batch * Layout(self.layout, self.length, self.ring).tokens_per_rank
+        """Tokens of a rank, with padding."""
+        return max(1, self.folds) * self.batch * Layout(self.layout, self.fold.length, self.ring).tokens_per_rank
 
     @property
     def number_bytes(self) -> int:
@@ -71,7 +78,7 @@ class Setting(StepConfig):
     @cached_property
     def norm_tokens(self) -> int:
         """Tokens that a norm takes at once, 0 for all."""
-        if self.norm_chunk_tokens == "auto" and self.tokens < FREE_NORM_TOKENS:
+        if self.norm_chunk_tokens == "auto" and self.fold.tokens < FREE_NORM_TOKENS:
             return 0
         return self._chunk_tokens(self.norm_chunk_tokens)
 
@@ -106,8 +113,10 @@ def dtype_bytes(name: str) -> int:
 
 def check_setting(shape: ModelShape, setting: Setting) -> None:
     """Refuse options as ``parallelize`` does (ConfigError), and routes or tp that ranks and heads rule out."""
-    if setting.folds != 1:
-        raise UnsupportedError(f"folds={setting.folds}: the planner does not know their costs yet; use folds=1")
+    if setting.folds > 1:
+        fold_layouts(setting.layout, 1, 1, setting.folds)
+        if shape.sees or setting.way.ulysses > 1:
+            raise UnsupportedError(f"folds={setting.folds} take no towers and no route with ulysses; use folds=1")
     checkpoint_name(setting.checkpoint)
     check_segments(setting.checkpoint, setting.layers_per_checkpoint)
     offload_name(setting.offload)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.core.geometry.folds import folds_read
+from ringspan.core.geometry.folds import folds_read, last_reader
 from ringspan.core.geometry.layout import CustomLayout
 from ringspan.core.names import OffloadName
 from ringspan.torch.attention.handler import handled
@@ -70,11 +70,15 @@ class Folds:
         keeps_results: True if backward finds attention's results, False if it computes them again.
     """
 
-    def __init__(self, layouts: tuple[CustomLayout, ...], offload: OffloadName, *, keeps_results: bool) -> None:
-        self.layouts, self.keeps_results = layouts, keeps_results
+    def __init__(
+        self, layouts: tuple[CustomLayout, ...], offload: OffloadName, *, keeps_results: bool, trains: bool = True
+    ) -> None:
+        self.layouts, self.keeps_results, self.trains = layouts, keeps_results, trains
         self.keys = Kept(offload)  # and values
         self.gradients = Kept(offload)  # of these, summed over the folds that had their turn in backward
         self.results = Kept(offload)  # and their log-sum-exp
+        self.states = Kept(offload)  # that the next fold begins with, and inputs of convolutions
+        self.state_gradients = Kept(offload)
 
 
 class Fold(NamedTuple):
@@ -84,6 +88,10 @@ class Fold(NamedTuple):
     number: int
     is_again: bool
     """True in backward, when its forward pass runs again."""
+
+    @property
+    def has_next(self) -> bool:
+        return self.number + 1 < len(self.folds.layouts)
 
     @property
     def layout(self) -> CustomLayout:
@@ -114,15 +122,21 @@ def attend_in_folds(fold: Fold, name: Hashable, asked: Request) -> Tensor:
         UnsupportedError: the call is made twice in a fold; whatever ``ring_attention`` raises.
     """
     q, k, v, own = checked(asked._replace(layout=fold.layout))
-    read = folds_read(own.mask, fold.length, fold.layout.padded_length, fold.number)
+    sizes = fold.length, fold.layout.padded_length
+    read = folds_read(own.mask, *sizes, fold.number)
     # Folds are of one size: what holds of a fold's own keys holds of others.
     earlier = {each: str(replace(own, key_layout=fold.folds.layouts[each].spec)) for each in read}
     specs = {fold.number: str(own)} | earlier
     if not fold.is_again:
-        if fold.folds.keys.has(name, fold.number):
+        if fold.folds.keys.has(name, fold.number) or fold.folds.results.has(name, fold.number):
             raise UnsupportedError("an attention module that is called twice in a pass is not split into folds yet")
-        fold.folds.keys.put(name, fold.number, k, v)
-    return _Attention.apply(q, k, v, asked.sinks, asked.slopes, _Call(fold, name, specs))
+        if last_reader(own.mask, *sizes, fold.number) > fold.number:
+            fold.folds.keys.put(name, fold.number, k, v)
+    out = _Attention.apply(q, k, v, asked.sinks, asked.slopes, _Call(fold, name, specs))
+    for each in () if fold.folds.trains else read:
+        if last_reader(own.mask, *sizes, each) == fold.number:
+            fold.folds.keys.drop(name, each)
+    return out
 
 
 class _Attention(torch.autograd.Function):
@@ -156,13 +170,8 @@ class _Attention(torch.autograd.Function):
         folds.keys.drop(call.name, number)  # later folds had their turn, and its own are here
         dq, dk, dv, dsinks = attend_backward(dout, q, k, v, sinks, slopes, out, lse, call.specs[number])
         dq = dq.to(dtype)
-        for each, spec in _earlier(call):
-            keys, values = folds.keys.get(call.name, each)
-            more = attend_backward(dout, q, keys, values, None, slopes, out, lse, spec)
-            dq += more[0]
-            before = folds.gradients.pop(call.name, each)
-            sums = [x.to(dtype) if not before else before[i].add_(x) for i, x in enumerate(more[1:3])]
-            folds.gradients.put(call.name, each, *sums)
+        for each, spec in _earlier(call, folds.keys, folds.gradients):
+            dq += _of_earlier(call, each, (dout, q, *folds.keys.get(call.name, each), None, slopes, out, lse), spec)
         later = folds.gradients.pop(call.name, number)
         dk, dv = (x if not later else later[i].add_(x).to(x.dtype) for i, x in enumerate((dk, dv)))
         return dq.to(q.dtype), dk, dv, None if sinks is None else dsinks, None, None
@@ -174,17 +183,29 @@ def _attend(
     """Merge attention to own keys, with the sinks, and to keys of earlier folds."""
     out, lse = attend_forward(q, k, v, sinks, slopes, call.specs[call.fold.number])
     total = out.to(lse.dtype)
-    for each, spec in _earlier(call):
-        keys, values = call.fold.folds.keys.get(call.name, each)
+    kept = call.fold.folds.keys
+    for each, spec in _earlier(call, kept):
+        keys, values = kept.get(call.name, each)
         merge_into(total, lse, *attend_forward(q, keys, values, None, slopes, spec))
+        del keys, values  # before the next but one are on their way
     return total.to(out.dtype), lse
 
 
-def _earlier(call: _Call) -> Iterator[tuple[int, str]]:
-    """Yield the earlier folds that are read, each with its spec, while the next one's tensors are on their way."""
+def _of_earlier(call: _Call, fold: int, given: tuple[Any, ...], spec: str) -> Tensor:
+    """Return the queries' gradient by an earlier fold's keys, whose own are added to what waits."""
+    waiting = call.fold.folds.gradients
+    dq, dk, dv, _ = attend_backward(*given, spec)
+    before, dtype = waiting.pop(call.name, fold), accumulation_dtype(dk.dtype)
+    sums = [x.to(dtype) if not before else before[i].add_(x) for i, x in enumerate((dk, dv))]
+    waiting.put(call.name, fold, *sums)
+    return dq
+
+
+def _earlier(call: _Call, *kept: Kept) -> Iterator[tuple[int, str]]:
+    """Yield the earlier folds that are read, each with its spec, while the next one's ``kept`` are on their way."""
     _, *others = call.specs.items()
     for place, item in enumerate(others):
         for each, _ in others[place : place + 2]:
-            call.fold.folds.keys.fetch(call.name, each)
-            call.fold.folds.gradients.fetch(call.name, each)
+            for tensors in kept:
+                tensors.fetch(call.name, each)
         yield item

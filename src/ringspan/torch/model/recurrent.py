@@ -18,7 +18,7 @@ from ringspan.torch.attention.traced import Segments
 from ringspan.torch.layers.decoder import STATEFUL_LAYERS
 from ringspan.torch.layers.modules import Mixin, forward_of, local_part, mix_in
 from ringspan.torch.layers.view import ModelView
-from ringspan.torch.recurrence.current import SequencePass, current_pass
+from ringspan.torch.recurrence.current import SequencePass, begin_calls, current_pass
 from ringspan.torch.recurrence.plan import Starts
 from ringspan.torch.recurrence.recurrence import convolution, recurrence, resumed
 from ringspan.torch.recurrence.rules import (
@@ -92,6 +92,7 @@ def refuse_spans(view: ModelView, layout: BatchLayoutName, ranks: int, tp: int) 
 
 def hook_stateful(modules: Iterable[nn.Module]) -> None:
     for module in modules:
+        module.register_forward_pre_hook(begin_calls)
         if _is_lightning(module):
             mix_in(module, _RingLightning)
             continue

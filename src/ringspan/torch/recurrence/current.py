@@ -2,10 +2,11 @@
 
 # A layer's code hands only tensors on, so layouts and documents are context, also while backward recomputes it.
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
+from itertools import count
 from typing import Any
 
 import torch.distributed as dist
@@ -65,6 +66,18 @@ class SequencePass:
             (slice(row, row + 1), replace(self, layouts=(layout,), starts=(starts,)))
             for row, (layout, starts) in enumerate(zip(self.layouts, self.starts, strict=True))
         ]
+
+
+_calls: ContextVar[Iterator[Hashable]] = ContextVar("calls")
+
+
+def begin_calls(module: Hashable, _: object = None) -> None:
+    """Name the calls that follow after a module and their number in its forward pass; a hook before it."""
+    _calls.set((module, number) for number in count())
+
+
+def next_call() -> Hashable:
+    return next(_calls.get())
 
 
 _current: ContextVar[SequencePass | None] = ContextVar("sequence_pass", default=None)

@@ -1,6 +1,7 @@
 """One rank's part of a recurrence: its spans, their pieces and messages."""
 
 import json
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -65,6 +66,12 @@ class Plan:
         for offset, count, begins in pieces_of(place, starts):
             first = place.offset + offset
             yield LocalPiece(first, first + count, number > 0 and not begins)
+
+    def is_entered(self, number: int, piece: LocalPiece, starts: tuple[int, ...]) -> bool:
+        """Return whether a piece's document, or a cache's text, has tokens before the first span."""
+        place = self.places[number]
+        before = starts[bisect_right(starts, place.start) - 1]
+        return piece.start == place.offset and (before < self.places[0].start or not self.places[0].start)
 
     def passes(self, number: int, starts: tuple[int, ...]) -> bool:
         return passes(self.places, number, starts)

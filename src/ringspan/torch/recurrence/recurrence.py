@@ -17,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.modules import autocast_now
 from ringspan.torch.recurrence.current import Record, SequencePass
+from ringspan.torch.recurrence.entry import Entry
 from ringspan.torch.recurrence.exchange import halo_backward, halo_of, scan_states
 from ringspan.torch.recurrence.plan import LocalPiece, Plan, as_text, plan_of
 from ringspan.torch.recurrence.rules import Arguments, Function, Rule, state_dtype
@@ -59,11 +60,12 @@ def recurrence(rule: Rule, function: Function, arguments: Mapping[str, Any], seq
     if len(parts) > 1:
         return _joined([recurrence(rule, function, _only(rows, rule, arguments), part) for rows, part in parts], 0)
     job = _Job.of(rule, function, arguments, sequences)
-    if not job.plan.rounds:
+    if not job.plan.rounds and sequences.fold is None:
         return job.outputs(job.arguments)
     refuse_stateless(rule, function, job.arguments)
     names = [name for name, x in arguments.items() if isinstance(x, Tensor)]
-    return _Recurrence.apply(job, names, sequences.record, *(arguments[name] for name in names))
+    entry = Entry.of(job.plan, sequences)
+    return _Recurrence.apply(job, names, sequences.record, entry, *(arguments[name] for name in names))
 
 
 @torch.compiler.disable()
@@ -150,8 +152,11 @@ class _Job:
     def with_tensors(self, names: list[str], tensors: tuple[Tensor, ...]) -> dict[str, Any]:
         return {**self.arguments, **dict(zip(names, tensors, strict=True))}
 
-    def forward(self, arguments: Arguments) -> tuple[Tensor, Tensor, Tensor]:
-        outs, taken, maps, _ = self.spans(arguments)
+    def forward(self, arguments: Arguments, entry: Entry | None) -> tuple[Tensor, Tensor, Tensor]:
+        outs, taken, maps, ends = self.spans(arguments, None if entry is None else entry.read())
+        if entry is not None:
+            end = ends.get(len(self.plan.places) - 1)
+            entry.write(torch.zeros_like(taken[0]) if end is None else end.to(taken.dtype))
         return torch.cat([outs[number] for number in self.mine], self.rule.out_dim), taken, maps
 
     def spans(
@@ -183,36 +188,53 @@ class _Job:
         return outs, taken, stacked, ends
 
     def backward(
-        self, arguments: Arguments, leaves: list[Tensor], dout: Tensor, taken: Tensor, maps: Tensor
-    ) -> tuple[Tensor | None, ...]:
+        self, arguments: Arguments, leaves: list[Tensor], dout: Tensor, taken: Tensor, maps: Tensor,
+        entry: Entry | None,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
         states = [
             state.detach().requires_grad_() if self.plan.takes(number) else None
             for state, number in zip(taken, self.mine, strict=True)
         ]
+        begin, later, last = None, None, len(self.plan.places) - 1
+        if entry is not None:
+            begin, later = entry.read(), entry.read_gradient()
+            if begin is not None and 0 in self.mine:
+                states[self.mine.index(0)] = begin.requires_grad_()
         with torch.enable_grad():
             made = [self.run(arguments, number, state) for number, state in zip(self.mine, states, strict=True)]
         outs, ends = [out for out, _ in made], [end for _, end in made]
         douts = dout.split([self.plan.place(number).tokens for number in self.mine], self.rule.out_dim)
         gammas = torch.zeros_like(taken)
         for index, state in enumerate(states):
-            if state is not None:
-                (gamma,) = torch.autograd.grad(outs[index], state, douts[index], retain_graph=True)
-                gammas[index] = gamma
-        dends = scan_states(maps, gammas, self.text, self.rule.is_matrix, True)
+            if state is not None and self.plan.takes(self.mine[index]):
+                both = [outs[index]], [douts[index]]
+                if later is not None and self.mine[index] == last:
+                    both = [outs[index], ends[index]], [douts[index], later.to(ends[index].dtype)]
+                (gammas[index],) = torch.autograd.grad(both[0], state, both[1], retain_graph=True)
+        dends = scan_states(maps, gammas, self.text, self.rule.is_matrix, True) if self.plan.rounds else gammas
         of_ends = [(end, dend.to(end.dtype)) for end, dend, number in zip(ends, dends, self.mine, strict=True)
                    if self.plan.is_taken(number)]  # fmt: skip
+        if later is not None and last in self.mine:
+            end = ends[self.mine.index(last)]
+            of_ends.append((end, later.to(end.dtype)))
         results, gradients = [*outs, *(end for end, _ in of_ends)], [*douts, *(dend for _, dend in of_ends)]
-        return torch.autograd.grad(results, leaves, gradients, allow_unused=True)
+        own = [begin] if begin is not None and 0 in self.mine else []
+        found = torch.autograd.grad(results, [*leaves, *own], gradients, allow_unused=True)
+        if entry is not None and begin is not None:
+            entry.write_gradient(found[-1] if own else torch.zeros_like(begin))
+        return found[: len(leaves)]
 
 
 class _Recurrence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, job: _Job, names: list[str], record: Record | None, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, job: _Job, names: list[str], record: Record | None, entry: Entry | None, *tensors: Tensor
+    ) -> Tensor:
         def compute() -> tuple[Tensor, Tensor, Tensor]:
-            return job.forward(job.with_tensors(names, tensors))
+            return job.forward(job.with_tensors(names, tensors), entry)
 
         out, taken, maps = compute() if record is None else record.made(compute)
-        ctx.job, ctx.names = job, names
+        ctx.job, ctx.names, ctx.entry = job, names, entry
         kind = tensors[0].device.type
         ctx.autocast = autocast_now(kind)
         ctx.save_for_backward(*tensors, taken, maps)
@@ -223,12 +245,14 @@ class _Recurrence(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         *tensors, taken, maps = ctx.saved_tensors
         job: _Job = ctx.job
-        wanted = ctx.needs_input_grad[3:]
+        wanted = ctx.needs_input_grad[4:]
         inputs = tuple(x.detach().requires_grad_(want) for x, want in zip(tensors, wanted, strict=True))
         leaves = [x for x in inputs if x.requires_grad]
         with ctx.autocast():
-            found = iter(job.backward(job.with_tensors(ctx.names, inputs), leaves, gradients[0], taken, maps))
-        return (None, None, None, *(next(found) if want else None for want in wanted))
+            found = iter(
+                job.backward(job.with_tensors(ctx.names, inputs), leaves, gradients[0], taken, maps, ctx.entry)
+            )
+        return (None, None, None, None, *(next(found) if want else None for want in wanted))
 
 
 @torch.compiler.disable()
@@ -245,6 +269,8 @@ def convolution(
     plan, width = plan_of(sequences.layouts[0], sequences.starts), weight.shape[-1] - 1
     mine = plan.mine(dist.get_rank(sequences.group) if sequences.group is not None else 0)
     before = None if sequences.before is None else sequences.before.inputs
+    if width and (entry := Entry.of(plan, sequences, width)):
+        x, before = _Entered.apply(x, entry, _last_inputs(plan, mine, width))
     halos = None
     if width and plan.loans(width):
         text = as_text(plan.layout, sequences.starts, sequences.group)
@@ -259,12 +285,52 @@ def convolution(
                 if reach:
                     assert halos is not None, "the span before lends it"
                     parts.insert(0, halos[index, rows, :, width - reach :])
-                if before is not None and reach < width:  # near the first token, what lies before it is seen too
+                if (
+                    before is not None and reach < width and plan.is_entered(number, piece, starts)
+                ):  # near the first token, what lies before it is seen too
                     parts.insert(0, before[rows, :, before.shape[-1] - (width - reach) :])
                     reach = width
                 outs.append(function(_joined(parts, -1), weight, bias, **options)[..., reach:])
         convolved.append(_joined(outs, -1))
     return _joined(convolved, 0)
+
+
+def _last_inputs(plan: Plan, mine: tuple[int, ...], width: int) -> list[tuple[slice, slice]]:
+    """Locate the local ones of a fold's last ``width`` inputs, and their places among all of these."""
+    first = plan.places[-1].end - width
+    if first < plan.places[0].start:
+        raise UnsupportedError(f"folds of fewer than {width} tokens, which a convolution reaches back; use fewer folds")
+    found: list[tuple[slice, slice]] = []
+    for place in map(plan.place, mine):
+        start, end = max(place.start, first), place.end
+        if start < end:
+            here = place.offset - place.start
+            found.append((slice(start + here, end + here), slice(start - first, end - first)))
+    return found
+
+
+class _Entered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, entry: Entry, last: list[tuple[slice, slice]]) -> tuple[Tensor, Tensor]:
+        ctx.entry, ctx.last = entry, last
+        mine = x.new_zeros(*x.shape[:-1], entry.width)
+        for here, there in last:
+            mine[..., there] = x[..., here]
+        entry.write(mine)
+        before = entry.read()
+        return x.view_as(x), torch.zeros_like(mine) if before is None else before
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        dx, dbefore = gradients
+        ctx.entry.write_gradient(dbefore)
+        later = ctx.entry.read_gradient()
+        if later is not None:
+            dx = dx.clone()
+            for here, there in ctx.last:
+                dx[..., here] += later[..., there]
+        return dx, None, None
 
 
 class _Halo(torch.autograd.Function):

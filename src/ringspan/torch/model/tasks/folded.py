@@ -40,9 +40,7 @@ def refuse_folds(view: ModelView, config: StepConfig) -> None:
         return
     fold_layouts(config.layout, 1, 1, config.folds)
     what = None
-    if view.stateful:
-        what = f"layers with a state or a convolution ({next(iter(view.stateful))})"
-    elif choosing_modules(view.decoder):
+    if choosing_modules(view.decoder):
         what = "layers with an index that chooses keys"
     elif view.towers:
         what = "towers that see or hear"
@@ -98,7 +96,8 @@ class _Pass:
         tokens = arguments["input_ids"].shape[1]
         self._tokens = tokens // step.folds
         layouts = fold_layouts(step.layout, ring.size() * tokens, ring.size(), step.folds)
-        self._folds = Folds(layouts, step.offload, keeps_results=trains and step.checkpoint != "full")
+        keeps = trains and step.checkpoint != "full"
+        self._folds = Folds(layouts, step.offload, keeps_results=keeps, trains=trains)
         self._as_then: list[Callable[[], Any]] = []
         self._versions: list[int] = []
 
