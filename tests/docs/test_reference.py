@@ -11,8 +11,8 @@ from tests.surface import FILE
 
 SECTIONS = {
     "train": "train", "metrics.jsonl": "metrics.jsonl", "plan": "plan and rehearse", "rehearse": "plan and rehearse",
-    "plan --generate": "plan --generate", "generate": "generate", "eval": "eval", "doctor": "doctor",
-    "bench attention": "bench attention",
+    "plan --generate": "plan --generate", "plan --group": "plan --group", "generate": "generate", "eval": "eval",
+    "doctor": "doctor", "bench attention": "bench attention",
 }  # fmt: skip
 
 
