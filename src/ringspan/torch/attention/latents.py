@@ -32,7 +32,6 @@ from ringspan.torch.attention.part import (
 from ringspan.torch.attention.request import Request, checked, in_autocast
 from ringspan.torch.attention.ring import hops_and_blocks, send_gradients
 from ringspan.torch.attention.spec import AttentionSpec
-from ringspan.torch.transport.agreement import one_at_a_time
 
 
 class Expansion:
@@ -96,8 +95,7 @@ def _forward(
     asked, expansion = AttentionSpec.parse(spec), Expansion(q, rotary, weight)
 
     def compute() -> tuple[Tensor, Tensor]:
-        with one_at_a_time(op.group_of(asked.group)), torch.autocast(q.device.type, enabled=False):
-            ring, _ = op.prepare("forward of latents", q, *expansion.like(q, latents), sinks, None, asked)
+        with op.passing("forward of latents", q, *expansion.like(q, latents), sinks, None, asked) as (ring, _):
             return forward(ring, q, Block.whole(latents, rotary), expansion, sinks)
 
     return handled(compute)
@@ -117,8 +115,7 @@ def _backward(
     spec: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     asked, expansion = AttentionSpec.parse(spec), Expansion(q, rotary, weight)
-    with one_at_a_time(op.group_of(asked.group)), torch.autocast(q.device.type, enabled=False):
-        ring, _ = op.prepare("backward of latents", q, *expansion.like(q, latents), sinks, None, asked)
+    with op.passing("backward of latents", q, *expansion.like(q, latents), sinks, None, asked) as (ring, _):
         dsinks = q.new_empty(0) if sinks is None else sink_gradient(dout, out, lse, sinks)
         own = Block.whole(latents, rotary)
         return *backward(ring, (dout, q, out, lse), own, expansion, trains_weight=trains_weight), dsinks
@@ -209,19 +206,10 @@ def _fake_backward(
     return *(empty_like(x) for x in (q, latents, rotary)), dweight, dsinks
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.spec = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)
+def _gradients(dout: Tensor, q: Tensor, latents: Tensor, rotary: Tensor, weight: Tensor, *rest: Any) -> Any:
+    *others, spec = rest
+    return _backward(dout, q, latents, rotary, weight, *others, weight.requires_grad, spec)
 
 
-def _differentiate(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    check_differentiation("latent_attention", dout)
-    trains_weight, has_sinks, _spec = ctx.needs_input_grad[3:]
-    *gradients, dweight, dsinks = _backward(dout, *ctx.saved_tensors, trains_weight, ctx.spec)
-    return (*gradients, dweight if trains_weight else None, dsinks if has_sinks else None, None)
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
+op.register_gradient("latent_attention", _forward, 5, _gradients)
 _backward.register_autograd(op.refuse_again)

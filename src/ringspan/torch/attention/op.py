@@ -1,7 +1,10 @@
 """The public exact attention of a sequence split over a ring, as an operator: traceable, and kept by checkpointing."""
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
+from itertools import zip_longest
 from typing import Any, Final, Never
 
 import torch
@@ -9,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.library import CustomOpDef  # pyright: ignore[reportPrivateImportUsage]
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.layout import Layout
@@ -129,9 +133,7 @@ def _forward(
 def _compute(
     q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, asked: AttentionSpec
 ) -> tuple[Tensor, Tensor]:
-    # Without autocast, so that sums stay in float32.
-    with one_at_a_time(group_of(asked.group)), torch.autocast(q.device.type, enabled=False):
-        ring, ulysses = prepare("forward", q, k, v, sinks, slopes, asked)
+    with passing("forward", q, k, v, sinks, slopes, asked) as (ring, ulysses):
         return ulysses.forward(ring, q, k, v, sinks) if ulysses else forward(ring, q, k, v, sinks)
 
 
@@ -147,11 +149,8 @@ def _backward(
     lse: Tensor,
     spec: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    asked = AttentionSpec.parse(spec)
     inputs = dout, q, k, v, out, lse
-    # Autocast: of a backward pass that is called in its region.
-    with one_at_a_time(group_of(asked.group)), torch.autocast(q.device.type, enabled=False):
-        ring, ulysses = prepare("backward", q, k, v, sinks, slopes, asked)
+    with passing("backward", q, k, v, sinks, slopes, AttentionSpec.parse(spec)) as (ring, ulysses):
         dsinks = q.new_empty(0) if sinks is None else sink_gradient(dout, out, lse, sinks)
         return *(ulysses.backward(ring, *inputs) if ulysses else backward(ring, *inputs)), dsinks
 
@@ -187,24 +186,31 @@ def fake_backward(
     return empty_like(q), empty_like(k), empty_like(v), dsinks
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, slopes, ctx.spec = inputs
-    ctx.save_for_backward(q, k, v, sinks, slopes, *output)
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)  # no zeros for it
+def register_gradient(what: str, forward: CustomOpDef, num_tensors: int, backward: Callable[..., Any]) -> None:
+    """Differentiate an operator from ``num_tensors`` tensors, then options, to (out, lse) by ``backward``.
 
+    This maps dout, the tensors, out, lse and the options to gradients of the first tensors.
+    """
 
-def _differentiate(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    check_differentiation("ring_attention", dout)
-    dq, dk, dv, dsinks = _backward(dout, *ctx.saved_tensors, ctx.spec)
-    return dq, dk, dv, dsinks if ctx.needs_input_grad[3] else None, None, None
+    def save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.options = inputs[num_tensors:]
+        ctx.save_for_backward(*inputs[:num_tensors], *output)
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)  # no zeros for it
+
+    def differentiate(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
+        check_differentiation(what, dout)
+        gradients = backward(dout, *ctx.saved_tensors, *ctx.options)
+        return tuple(x if is_needed else None for x, is_needed in zip_longest(gradients, ctx.needs_input_grad))
+
+    forward.register_autograd(differentiate, setup_context=save)
 
 
 def refuse_again(ctx: object, *gradients: Tensor) -> Never:
     raise UnsupportedError("ring_attention is differentiated once; its gradient has no backward pass of its own")
 
 
-_forward.register_autograd(_differentiate, setup_context=_save)
+register_gradient("ring_attention", _forward, 5, _backward)
 _backward.register_autograd(refuse_again)
 
 
@@ -213,36 +219,39 @@ def group_of(name: str) -> dist.ProcessGroup | None:
     return c10d._resolve_process_group(name) if name else None  # pyright: ignore
 
 
-def prepare(
+@contextmanager
+def passing(
     what: str, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, spec: AttentionSpec
-) -> tuple[Ring, Ulysses | None]:
-    """Return this rank's part in a pass, after all ranks agree on it."""
+) -> Iterator[tuple[Ring, Ulysses | None]]:
+    """Yield this rank's part in a pass, after all ranks agree on it; without autocast, so sums stay in float32."""
     group = group_of(spec.group)
-    ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
-    layout, keys = spec.layouts(q.shape[2], k.shape[2], ranks)
-    facts = {
-        "layout": f"{layout.fingerprint} over {ranks} ranks",
-        "queries": tuple(q.shape),
-        "keys": tuple(k.shape),
-        "values": tuple(v.shape),
-        "length": f"{layout.length} tokens and {keys.length} keys",
-        "dtype": str(q.dtype),
-        "keys' layout": keys.fingerprint,
-        "mask": spec.mask,
-        "route": spec.route,
-        "comm_dtype": f"{spec.comm_dtype}, gradients {spec.gradient_comm_dtype}",
-        "scores": f"scale {spec.scale}, softcap {spec.softcap}",
-        "slopes": slopes is not None,
-        "sinks": sinks is not None,
-        "kernel": spec.kernel,
-        "threads": torch.get_num_threads() if rules_of(q.device).cuts_for_cores else 0,  # by which heads are grouped
-    }
-    refusal = kernels.why_not(spec.kernel, q, v, Scores(spec.scale, spec.softcap, slopes))
-    agree(group, facts | {"kernel": f"{spec.kernel} ({refusal})"} if refusal else facts)
-    if refusal:
-        raise kernels.refused(spec.kernel, refusal)
-    exchange = transport_of(group, f"{what} {facts}")
-    return assemble(rank, ranks, exchange, q, k, slopes, spec, is_backward=what == "backward")
+    with one_at_a_time(group), torch.autocast(q.device.type, enabled=False):
+        ranks, rank = (dist.get_world_size(group), dist.get_rank(group)) if group is not None else (1, 0)
+        layout, keys = spec.layouts(q.shape[2], k.shape[2], ranks)
+        facts = {
+            "layout": f"{layout.fingerprint} over {ranks} ranks",
+            "queries": tuple(q.shape),
+            "keys": tuple(k.shape),
+            "values": tuple(v.shape),
+            "length": f"{layout.length} tokens and {keys.length} keys",
+            "dtype": str(q.dtype),
+            "keys' layout": keys.fingerprint,
+            "mask": spec.mask,
+            "route": spec.route,
+            "comm_dtype": f"{spec.comm_dtype}, gradients {spec.gradient_comm_dtype}",
+            "scores": f"scale {spec.scale}, softcap {spec.softcap}",
+            "slopes": slopes is not None,
+            "sinks": sinks is not None,
+            "kernel": spec.kernel,
+            # By which heads are grouped.
+            "threads": torch.get_num_threads() if rules_of(q.device).cuts_for_cores else 0,
+        }
+        refusal = kernels.why_not(spec.kernel, q, v, Scores(spec.scale, spec.softcap, slopes))
+        agree(group, facts | {"kernel": f"{spec.kernel} ({refusal})"} if refusal else facts)
+        if refusal:
+            raise kernels.refused(spec.kernel, refusal)
+        exchange = transport_of(group, f"{what} {facts}")
+        yield assemble(rank, ranks, exchange, q, k, slopes, spec, is_backward=what == "backward")
 
 
 def assemble(

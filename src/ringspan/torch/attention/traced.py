@@ -193,17 +193,5 @@ _forward.register_fake(op.fake_forward)
 _backward.register_fake(op.fake_backward)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, sinks, lengths, ctx.window, ctx.chunk, ctx.spec = inputs
-    ctx.save_for_backward(q, k, v, sinks, lengths, *output)
-    ctx.mark_non_differentiable(output[1])
-    ctx.set_materialize_grads(False)  # no zeros for it
-
-
-def _differentiate(ctx: Any, dout: Tensor, _: None) -> tuple[Tensor | None, ...]:
-    dq, dk, dv, dsinks = _backward(dout, *ctx.saved_tensors, ctx.window, ctx.chunk, ctx.spec)
-    return dq, dk, dv, dsinks if ctx.needs_input_grad[3] else None, None, None, None, None
-
-
-_forward.register_autograd(_differentiate, setup_context=_save)
+op.register_gradient("ring_attention", _forward, 5, _backward)
 _backward.register_autograd(op.refuse_again)
