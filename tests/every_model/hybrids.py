@@ -98,12 +98,46 @@ INDEXED: dict[str, dict[str, Any]] = {
     "hy_v4": _SHARED | {"hc_mult": 2},
     "axk2": _LATENT | _UNGROUPED,
     "dots3_note_text": _LATENT | _SLIDING,
-}
+    "minimax_m3_vl_text": _EXPERTS | {
+        "rotary_dim": 4, "dense_intermediate_size": 48, "shared_intermediate_size": 16, "num_local_experts": 4,
+        "index_n_heads": 2, "index_head_dim": 12, "index_block_size": 4, "index_topk_blocks": 3,
+        "index_local_blocks": 1, "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        "mlp_layer_types": ["dense", "sparse", "sparse", "dense"],
+    },
+    "qwen4_exp_text": _GATED | _EXPERTS | {
+        "layer_types": ["linear_attention", "indexed_attention"] * 2, "shared_expert_intermediate_size": 16,
+        "hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 3, "indexer_kv_heads": 1, "indexer_head_dim": 8,
+        "indexer_budget": 8, "indexer_compress_ratio": 4, "ple_layer_ids": [1, 3], "ple_embed_dim": 16,
+        "eos_token_id": 5, "ngram_size": 3, "heads_per_ngram": 2, "ngram_vocab_size_base": 50,
+        "ple_conv_kernel_size": 3,
+    },
+    "deepseek_v4": {
+        "num_hidden_layers": 6, "num_key_value_heads": 1, "q_lora_rank": 16, "moe_intermediate_size": 16,
+        "n_routed_experts": 4, "num_experts_per_tok": 2, "o_groups": 2, "o_lora_rank": 8, "index_n_heads": 3,
+        "index_head_dim": 12, "index_topk": 3, "sliding_window": 5, "hc_mult": 2, "partial_rotary_factor": 0.5,
+        "hc_sinkhorn_iters": 4, "mlp_layer_types": ["hash_moe"] * 2 + ["moe"] * 4,
+        "compress_rates": {"compressed_sparse_attention": 3, "heavily_compressed_attention": 4},
+        "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention", "sliding_attention"] * 2,
+    },
+}  # fmt: skip
 # Others that compress keys and values, and attend to all of them.
 LATENT: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk1", "deepseek_v2", "deepseek_v3"), _LATENT | {"first_k_dense_replace": 2}),
     **dict.fromkeys(("glm4_moe_lite", "longcat_flash", "minicpm3", "youtu"), _LATENT),
 }
+# Those that transformers has only below a model that sees.
+SEEING_INDEXED: dict[str, dict[str, Any]] = {
+    "mistral_large4_text": _LATENT | {
+        "indexer_types": ["full", "shared"] * 2, "no_rope_layers": [1, 0] * 2, "kv_source_layers": [0, 1, 0, 1],
+        "first_k_dense_replace": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "head_dim": 8,
+    },
+    "glm5_next_text": _LATENT | {
+        "num_hidden_layers": 6, "layer_types": ["linear_attention", "indexed_attention", "indexed_attention"] * 2,
+        "indexer_types": ["full", "full", "shared"] * 2, "mlp_layer_types": ["dense"] * 3 + ["sparse"] * 3,
+        "qk_rope_head_dim": 0, "index_topk": 8, "index_kpool": 4, "linear_head_dim": 8, "linear_num_heads": 4,
+        "hc_mult": 2, "hc_sinkhorn_iters": 4,
+    },
+}  # fmt: skip
 
 
 def hybrid_config(kind: str, **changes: Any) -> Any:
@@ -112,7 +146,7 @@ def hybrid_config(kind: str, **changes: Any) -> Any:
     usual.allow_global_per_layer_attribute_access = True
     values = {name: value for name, value in _ALL.items() if hasattr(usual, name)}
     values |= {name: 0.0 for name in DROPOUTS if hasattr(usual, name)}
-    values |= (HYBRIDS | INDEXED | LATENT)[kind] | changes
+    values |= (HYBRIDS | INDEXED | LATENT | SEEING_INDEXED)[kind] | changes
     made = CONFIG_MAPPING[kind](**{name: value for name, value in values.items() if value is not None})
     made._attn_implementation = made._experts_implementation = "eager"  # others know no float64
     return made

@@ -18,7 +18,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES as SEEING
 
-from tests.every_model.hybrids import DROPOUTS, HYBRIDS, INDEXED, hybrid_config
+from tests.every_model.hybrids import DROPOUTS, HYBRIDS, INDEXED, SEEING_INDEXED, hybrid_config
 
 _MOST_PARAMETERS: Final = 30_000_000
 # All model types; those that see or hear have a suffix.
@@ -74,7 +74,7 @@ _GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
 # What a kind needs beside that, or what makes it show more of itself.
 _CHANGES: Final[dict[str, dict[str, Any]]] = {
     **dict.fromkeys(("axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear"), _LATENT),
-    **dict.fromkeys(("glm5_next_text", "minicpm3", "mistral4", "mistral_large4_text", "youtu"), _LATENT),
+    **dict.fromkeys(("minicpm3", "mistral4", "youtu"), _LATENT),
     "longcat_flash": _LATENT | {"head_dim": 8},
     "muse_spark_audio": {"num_hidden_layers": 1, "patch_sizes": [16], "hidden_sizes": [32], "depths": [1]},
     **dict.fromkeys(("chameleon", "emu3"), _VOCABULARY_MAP),
@@ -227,7 +227,7 @@ def _text_values(usual: PretrainedConfig) -> Any:
     feed-forward, that the model can have; all of it where that is written by hand.
     """
     kind = usual.model_type
-    if kind in HYBRIDS | INDEXED:
+    if kind in HYBRIDS | INDEXED | SEEING_INDEXED:
         return hybrid_config(kind)
     values: dict[str, Any] = {
         name: size for name, size in _SMALL.items() if _has(usual, name) and _can_set(usual, name)

@@ -20,8 +20,8 @@ def in_float64(kind: type) -> dict[str, Any]:
         source = file.read()
     source = re.sub(r"\btorch\.float(32)?\b", "torch.float64", source.replace(".float()", ".double()"))
     # Of equal scores torch takes any; which one may depend on the length of the row.
-    ordered = "index_scores.sort(dim=-1, descending=True, stable=True).indices[..., :topk]"
-    source = source.replace("index_scores.topk(topk, dim=-1).indices", ordered)
+    ordered = r"\1.sort(dim=\3, descending=True, stable=True).indices.narrow(\3, 0, \2)"
+    source = re.sub(r"(\w*scores)\.topk\((.+), dim=(-?\d)\)\.indices", ordered, source)
     copy = types.ModuleType(module.__name__)
     copy.__package__, copy.__file__ = module.__package__, module.__file__
     exec(compile(source, str(module.__file__), "exec"), vars(copy))

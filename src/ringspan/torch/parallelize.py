@@ -222,7 +222,7 @@ def _attend_over_ring(parts: Parts, mesh: DeviceMesh, config: StepConfig) -> Non
     ring = mesh["ring"].get_group()
     implementation = register_attention(type(decoder).__name__, ring, kinds, config, is_indexed=bool(choosing))
     send_latents(latent_modules(decoder, mesh, config), config)
-    take_over_index(choosing)
+    take_over_index(decoder, choosing)
     if own:  # transformers does not set one for these
         decoder.config._attn_implementation = implementation
         take_over_attention(own, implementation)

@@ -47,7 +47,7 @@ def on_a_ring(mesh: Any, kind: str, dtype: torch.dtype, layout: str, ids: Tensor
     loss = torch.zeros((), dtype=torch.float64)
     for each in rows:
         batch = {"input_ids": ids[each], "attention_mask": mask[each]}
-        batch["labels"] = ids[each].masked_fill(mask[each] == 0, -100)
+        batch["labels"] = ids[each].masked_fill(mask[each] * mask[each].roll(1, 1) == 0, -100)
         if documents:
             batch["position_ids"] = restarting(documents)[each]
         part = rs.shard_batch(batch, mesh, layout=layout, folds=options.get("folds", 1))
@@ -98,6 +98,20 @@ def test_a_row_of_padding_alone_changes_no_other(pool, kind):
         assert worst(found, expected) < 1e-9
 
 
+@pytest.mark.parametrize("kind", ["deepseek_v4", "minimax_m3_vl_text", "qwen4_exp_text"])
+def test_padding_on_either_side_leaves_rows_as_they_are_alone(pool, kind):
+    ids, model = batch_of(2, 37), build(kind, torch.float64)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = mask[1, 30:] = 0
+    rows = [row[None, keep.bool()] for row, keep in zip(ids, mask, strict=True)]
+    parts = [losses(model(input_ids=row).logits, row) * (row.shape[1] - 1) for row in rows]
+    loss = sum(parts) / (mask.sum() - 2)
+    loss.backward()
+    expected = loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+    for found in pool.run(on_a_ring, 2, kind, torch.float64, "zigzag", ids, {"mask": mask}):
+        assert worst(found, expected) < 1e-9
+
+
 @pytest.mark.parametrize(
     ("number", "kind"), [*KINDS[::6], *CHOOSING, *long(*(x for x in KINDS if x not in KINDS[::6]))]
 )
@@ -129,6 +143,8 @@ def test_float32_is_as_close_to_float64_as_one_process(pool, number, kind):
         ("glm_moe_dsa", 4, 2, {"layout": "balanced", "checkpoint": "full", "documents": SHORT, "accumulate": 2}),
         ("hy_v4", 3, 1, {"layers_per_checkpoint": 3, "documents": SHORT}),
         ("deepseek_v32", 2, 1, {"layout": "striped", "checkpoint": "none"}),
+        ("deepseek_v4", 4, 2, {"layout": "striped", "checkpoint": "full", "documents": SHORT}),
+        ("qwen4_exp_text", 3, 1, {"layers_per_checkpoint": 3, "documents": SHORT}),
         ("mamba2", 2, 1, {"offload": "activations"}),
         ("axk1", 3, 1, {"layout": "balanced", "checkpoint": "full", "documents": SHORT}),
         ("deepseek_v2", 4, 2, {"accumulate": 2, "documents": SHORT, "route": "bidirectional"}),

@@ -70,11 +70,51 @@ def _best(index: IndexInputs, row: int, rows: slice, first: Tensor, stop: Tensor
     scores = _scores(index.q[row, rows].float(), index.k[row, begin:end], index.weights[row, rows], index.scale)
     order = ordered(scores, columns)
     order.masked_fill_((columns < first[:, None]) | (columns >= stop[:, None]), _NEVER)
-    best = order.topk(min(index.topk, end - begin), sorted=False).values
+    return _first_of(order, index.topk)
+
+
+def _first_of(order: Tensor, topk: int) -> Tensor:
+    """Return the columns of the ``topk`` largest (..., topk), -1 if there are fewer."""
+    best = order.topk(min(topk, order.shape[-1]), sorted=False).values
     found = _turned(best & _LAST)
     found.masked_fill_(best == _NEVER, -1)
-    missing = index.topk - found.shape[1]
-    return torch.nn.functional.pad(found, (0, missing), value=-1) if missing else found
+    return torch.nn.functional.pad(found, (0, topk - found.shape[-1]), value=-1)
+
+
+def choose_blocks(q: Tensor, k: Tensor, first: Tensor, stop: Tensor, size: int, topk: int, always: int) -> Tensor:
+    """Return the columns (B, H, T, topk size), int32, of the blocks of keys that heads of q (B, T, H, D) choose.
+
+    Blocks of ``size`` keys of k (B, n, D) begin with each query's [first, stop), and score as their best key's product;
+    the last ``always``, down from the query's own, win. -1 for none.
+    """
+    chosen = torch.full((*q.shape[:3], topk * size), -1, dtype=torch.int32, device=q.device)
+    inside = torch.arange(size, device=q.device)
+    for rows in _alike(first, q.shape[2] * max(1, int((stop - first).max()))):
+        begin, end = int(first[rows.start]), int(stop[rows].max())
+        seen = (stop[rows] - begin).long()[:, None, None]
+        for row in range(len(q) if end > begin else 0):
+            scores = torch.einsum("thd,nd->thn", q[row, rows].float(), k[row, begin:end].float())
+            scores.masked_fill_(torch.arange(end - begin, device=q.device) >= seen, -torch.inf)
+            scores = torch.nn.functional.pad(scores, (0, -scores.shape[-1] % size), value=-torch.inf)
+            blocks = scores.unflatten(-1, (-1, size)).amax(-1)
+            for back in range(always):
+                own = ((seen - 1) // size - back).clamp(min=0)
+                blocks.scatter_(-1, own.expand(*blocks.shape[:2], 1), torch.inf)
+            order = ordered(blocks, torch.arange(blocks.shape[-1], device=q.device))
+            found = _first_of(order.masked_fill_(blocks == -torch.inf, _NEVER), topk)[..., None]
+            keys = found * size + inside
+            keys = (keys + begin).masked_fill_((found < 0) | (keys >= seen[..., None]), -1)
+            chosen[row, rows] = keys.flatten(-2).to(torch.int32)
+    return chosen.transpose(1, 2).contiguous()
+
+
+def _alike(first: Tensor, each: int) -> Iterator[slice]:
+    """Yield chunks of queries that see keys from the same one on."""
+    at = 0
+    for count in torch.unique_consecutive(first, return_counts=True)[1].tolist():
+        for rows in _chunks(count, each, _KEYS_AT_ONCE, 128):
+            yield slice(at + rows.start, at + rows.stop)
+        at += count
 
 
 def _scores(q: Tensor, k: Tensor, weights: Tensor, scale: float) -> Tensor:

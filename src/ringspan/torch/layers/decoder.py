@@ -27,14 +27,18 @@ STATEFUL_LAYERS: Final = frozenset({"linear_attention", "mamba", "conv", "hybrid
 _WITHOUT_ATTENTION: Final = STATEFUL_LAYERS - {"hybrid", "hybrid_sliding"} | {"moe", "mlp"}
 
 
-INDEXED_LAYER: Final = "indexed_attention"
-INDEXED_MODELS: Final = frozenset({"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"})
-"""Types whose queries attend to the keys that an index chooses, as ``ringspan.torch.model.attention.indexed`` does."""
+INDEXED_LAYERS: Final[dict[str, tuple[str, ...]]] = {
+    **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"), ("indexed_attention",)),
+    **dict.fromkeys(("glm5_next_text", "mistral_large4_text", "qwen4_exp_text"), ("indexed_attention",)),
+    "deepseek_v4": ("compressed_sparse_attention", "heavily_compressed_attention"),
+    "minimax_m3_vl_text": ("minimax_m3_sparse",),
+}
+"""Layers of each type whose queries attend to keys that an index chooses, or to entries that pool them."""
 
 
 def has_index(config: PreTrainedConfig) -> bool:
     types = getattr(config, "layer_types", None) or ()
-    return config.model_type in INDEXED_MODELS and INDEXED_LAYER in types
+    return any(kind in types for kind in INDEXED_LAYERS.get(config.model_type, ()))
 
 
 def has_attention(config: PreTrainedConfig) -> bool:

@@ -62,7 +62,7 @@ class _ChunkedTables(nn.Module):
         # The last position of the whole sequence, by which dynamic scaling and longrope choose their frequencies.
         last = positions.new_full((*positions.shape[:-1], 1), length - 1)
         tables: list[Tensor] = []
-        for start in range(0, positions.shape[-1], _CHUNK_TOKENS):
+        for start in range(0, max(1, positions.shape[-1]), _CHUNK_TOKENS):
             # Padding lies behind the end, where it would pass for a longer sequence.
             part = positions[..., start : start + _CHUNK_TOKENS].clamp_max(length - 1)
             made = super().forward(x, torch.cat((part, last), -1), *args, **kwargs)

@@ -124,7 +124,7 @@ _ANY: Final = _Fixed(())
 # What models hand to transformers' attention interface beside what ``attend`` in models.py computes with.
 ATTENTION: Final[Mapping[str, _Fixed]] = {
     # Not used by attention functions: inputs of the layers before, or flags for what is returned.
-    "position_ids": _ANY,
+    **_all(_ANY, "input_ids position_embeddings position_ids"),
     "output_router_logits": _ANY,
     "use_cache": _Fixed((False, None)),
     "output_attentions": _Fixed((False, None)),

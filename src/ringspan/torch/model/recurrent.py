@@ -54,7 +54,9 @@ def refuse_stateful(view: ModelView) -> None:
     """Raise UnsupportedError for a layer that mixes tokens in an unsupported way."""
     name, decoder, held = view.name, view.decoder, view.stateful
     for path, module in decoder.named_modules():
-        if isinstance(module, nn.Conv1d) and path.rpartition(".")[0] not in held:
+        parent = path.rpartition(".")[0]
+        is_ours = parent in held or hasattr(decoder.get_submodule(parent), "_short_conv")  # ``pooled``
+        if isinstance(module, nn.Conv1d) and not is_ours:
             raise UnsupportedError(
                 f"{name} mixes tokens outside of attention: {path} is a convolution that its module computes itself, "
                 f"not by {_CONVOLUTION}; see docs/models.md"

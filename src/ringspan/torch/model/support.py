@@ -20,11 +20,10 @@ from ringspan.torch.attention.comm_dtype import check_comm_dtype
 from ringspan.torch.kernels.contract import Scores
 from ringspan.torch.layers.blockwise.head import input_size, joined, refuse_mixing
 from ringspan.torch.layers.decoder import (
-    INDEXED_LAYER,
+    INDEXED_LAYERS,
     STATEFUL_LAYERS,
     finished_logits,
     has_attention,
-    has_index,
     head_counts,
     head_sizes,
     logit_scale,
@@ -126,8 +125,7 @@ def refuse_config(config: PreTrainedConfig) -> None:
                 f"{kind}: num_key_value_heads={kv_heads} does not divide num_attention_heads={heads}; correct it"
             )
     known = {"full_attention", "sliding_attention", "chunked_attention", "attention", "moe", "mlp", *STATEFUL_LAYERS}
-    if has_index(config):
-        known.add(INDEXED_LAYER)
+    known.update(INDEXED_LAYERS.get(config.model_type, ()))
     others = sorted(set(getattr(config, "layer_types", None) or ()) - known)
     if others:
         raise UnsupportedError(f"{kind}: layer_types with {', '.join(others)} are not supported; see docs/models.md")

@@ -21,7 +21,7 @@ from ringspan.torch.kernels.contract import Scores
 from ringspan.torch.layers.cache_names import NAMES
 from ringspan.torch.layers.decoder import LayerKind
 from ringspan.torch.memory.folds import Fold, attend_in_folds
-from ringspan.torch.model.attention.indexed import ChoosingAttention, Rows, attend_to_chosen
+from ringspan.torch.model.attention.choice import Asked, Rows, choice_of
 from ringspan.torch.model.attention.latents import absorbed_attention, absorbs, expansion_of
 from ringspan.torch.model.forward_arguments import UNSAID, Unsaid, check_attention
 from ringspan.torch.model.local_pass import Packed
@@ -64,15 +64,15 @@ def register_attention(
         turn = None if is_program else current_turn()
         if turn is not None:
             kwargs = {name: value for name, value in kwargs.items() if name not in _OVER_CACHE}
-        choice = kwargs.pop("indices", None) if isinstance(module, ChoosingAttention) else None
+        choice = choice_of(kwargs, attention_mask) if is_indexed else None
         given = None if is_indexed else attention_mask
         check_attention(module, kwargs | {"attention_mask": given, "dropout": dropout})
+        if choice is not None:
+            assert scaling is not None, "a module with an index gives its own"
+            rows = _rows(ring_packed, query.shape[2] * dist.get_world_size(ring), LayerKind(), config)
+            return choice.attend(module, (query, key, value), Asked(rows, ring, scaling, s_aux)), None
         kind = _kind_of_layer(module, kinds, sliding_window, masked)
         asked = _Asked(scaling, softcap, s_aux, alibi_slopes)
-        if choice is not None:
-            assert scaling is not None, "MLA gives its own"
-            rows = _rows(ring_packed, query.shape[2] * dist.get_world_size(ring), kind, config)
-            return attend_to_chosen(module, query, key, choice, rows, ring, scaling, s_aux), None
         if turn is not None:
             out = _over_cache(module, (query, key, value), turn, kind, asked, config)
         elif is_program and not _has_temperature(module):
@@ -91,8 +91,8 @@ def register_attention(
                 "attention_mask of a sharded batch cannot be honoured; make the batch with rs.shard_batch"
             )
         masked.add(local_size)
-        if is_indexed and local_size is None:
-            return torch.zeros(1, 1, 1, 1, dtype=torch.bool)
+        if is_indexed:
+            return torch.zeros(1, 1, 1, 0, dtype=torch.bool)
         return torch.zeros(()) if decoder in TAKE_MASKS else None
 
     settings = decoder, config.layout, ring.group_name, config.route, config.comm_dtype, config.kernel, kinds

@@ -14,7 +14,8 @@ from ringspan.core.schedule.route import Route
 from ringspan.core.step_config import StepConfig
 from ringspan.torch.attention.cached import Turn, current_turn
 from ringspan.torch.layers.modules import Mixin, mix_in
-from ringspan.torch.model.attention.indexed import choosing_modules, expansion, is_matrix
+from ringspan.torch.model.attention.choice import expansion, is_matrix
+from ringspan.torch.model.attention.indexed import choosing_modules
 from ringspan.torch.runtime.mesh import tensor_axis
 
 _FOR_LONG_HEADS: Final = ("auto", "eager")

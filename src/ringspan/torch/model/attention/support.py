@@ -34,7 +34,7 @@ def refuse_attention(view: ModelView) -> None:
                 f"{name}: tokens see later ones ({path}), which a ring does not support; set is_decoder=True in its "
                 "config to make it a causal language model"
             )
-    if not getattr(decoder, "_supports_attention_backend", False):
+    if not (getattr(decoder, "_supports_attention_backend", False) or has_index(decoder.config)):
         reason = _why_not_consulted(view)
         if reason:
             raise UnsupportedError(

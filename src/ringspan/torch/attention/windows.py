@@ -1,0 +1,252 @@
+"""Tokens of other ranks by position, and windows of them that pool into one entry, at the place of its last token.
+
+An entry belongs to the rank of its last token, and queries see it from there on. Windows begin with their document;
+each may reach back over the one before. x are local tokens (B, T, C) of a row with its mask and layout.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.mask import Mask
+from ringspan.core.selection import Integers, Seen, seen_by
+from ringspan.torch.attention.chosen import attend, attend_backward
+from ringspan.torch.attention.handler import handled
+from ringspan.torch.attention.part import accumulation_dtype, sink_gradient
+from ringspan.torch.transport.agreement import agree, one_at_a_time
+from ringspan.torch.transport.exchange import PendingReceive, TensorSpec, Transfer
+from ringspan.torch.transport.protocol import Transport, transport_of
+
+_EVERYTHING: Final = 2**62
+Places = tuple[tuple[int, Tensor], ...]
+"""Indices of tokens, by peer."""
+
+
+class Fetch(NamedTuple):
+    rank: int
+    positions: Tensor
+    held: Places
+    fetched: Places
+
+    def at(self, columns: Tensor) -> Tensor:
+        return torch.cat((self.positions, self.positions.new_tensor([-1])))[columns.long()].to(torch.int32)
+
+    def columns(self, positions: Tensor) -> Tensor:
+        return torch.searchsorted(self.positions, positions.long(), out_int32=True).masked_fill_(positions < 0, -1)
+
+    def start(self, x: Tensor, exchange: Transport, message: int = 0) -> "Moving":
+        return _start(x, max(1, len(self.positions)), self.held, self.fetched, self.rank, exchange, message)
+
+    def start_back(self, gradient: Tensor, tokens: int, exchange: Transport) -> "Moving":
+        return _start(gradient, tokens, self.fetched, self.held, self.rank, exchange, 1)
+
+
+class Moving(NamedTuple):
+    total: Tensor
+    own: Tensor | None
+    taken: list[tuple[Tensor, PendingReceive | None]]
+    transfer: Transfer
+
+    def finish(self) -> Tensor:
+        self.transfer.wait()
+        for places, receive in self.taken:
+            part = self.own if receive is None else receive.read()
+            assert part is not None, "what a rank takes of itself it sends to itself"
+            self.total.index_add_(1, places, part)
+        return self.total
+
+
+def _start(x: Tensor, size: int, sent: Places, taken: Places, rank: int, exchange: Transport, message: int) -> Moving:
+    sends: list[tuple[int, Tensor]] = []
+    own = None
+    for peer, places in sent:
+        if peer == rank:
+            own = x.index_select(1, places)
+            continue
+        buffer = exchange.empty(_spec(x, places))
+        sends.append((peer, torch.index_select(x, 1, places, out=buffer)))
+    specs = [(peer, _spec(x, places)) for peer, places in taken if peer != rank]
+    transfer, pending = exchange.post(sends, specs, message)
+    arriving = iter(pending)
+    receives = [(places, None if peer == rank else next(arriving)) for peer, places in taken]
+    return Moving(x.new_zeros(len(x), size, x.shape[-1]), own, receives, transfer)
+
+
+def _spec(x: Tensor, places: Tensor) -> TensorSpec:
+    return TensorSpec((len(x), len(places), x.shape[-1]), x.dtype, x.device)
+
+
+def at_columns(x: Tensor, columns: Tensor) -> Tensor:
+    return torch.cat((x, x.new_zeros(len(x), 1, x.shape[-1])), 1)[:, columns]
+
+
+class Windows(NamedTuple):
+    """Windows of ``size`` tokens in a row, on one rank."""
+
+    size: int
+    inputs: Fetch
+    columns: Tensor
+    last: Tensor
+    entries: Fetch
+    first: Tensor
+    stop: Tensor
+    tails: Tensor
+    """Each query's tokens behind its last whole window, (T, size - 1), int32; -1 for none."""
+
+    def tokens(self, chosen: Tensor, *, has_tail: bool) -> Tensor:
+        """Return positions (B, T, k size + size - 1) of chosen entries' tokens, then of the tails, -1 for none."""
+        back = torch.arange(1 - self.size, 1, dtype=torch.int32, device=chosen.device)
+        tokens = (self.entries.at(chosen)[..., None] + back).masked_fill(chosen[..., None] < 0, -1)
+        tail = self.tails[:, : None if has_tail else 0].expand(len(chosen), -1, -1)
+        return torch.cat((tokens.flatten(-2), tail), -1)
+
+
+class Row(NamedTuple):
+    """A sequence of documents as one rank of its layout sees it."""
+
+    mask: str
+    layout: Layout
+    rank: int
+    device: torch.device = torch.device("cpu")
+
+    @property
+    def seen(self) -> Seen:
+        """Keys of each position; none for padding."""
+        return _seen(self.mask, self.layout)
+
+    @property
+    def local(self) -> Integers:
+        return self.layout.positions(self.rank)
+
+    def queries(self) -> list[Integers]:
+        """Positions of each rank that see something."""
+        each = (np.sort(self.layout.positions(rank)) for rank in range(self.layout.ranks))
+        return [positions[self.seen.counts[positions] > 0] for positions in each]
+
+    def bounds(self, fetch: Fetch) -> tuple[Tensor, Tensor]:
+        """Return the columns [first, stop) of what is fetched that each local query sees, int32 (T,)."""
+        ends = (np.searchsorted(fetch.positions.cpu().numpy(), each[self.local]) for each in self.seen)
+        first, stop = (torch.from_numpy(each.astype(np.int32)).to(self.device) for each in ends)
+        return first, stop
+
+    def columns(self, fetch: Fetch, last: Integers, reach: int) -> Tensor:
+        """Return the columns (n, reach) of the ``reach`` tokens up to each of ``last``; -1 before its document."""
+        wanted = last[:, None] + np.arange(1 - reach, 1)
+        columns = np.searchsorted(fetch.positions.cpu().numpy(), wanted)
+        columns[(wanted < self.seen.first[last][:, None]) | (self.seen.counts[last] == 0)[:, None]] = -1
+        return torch.from_numpy(columns).to(self.device)
+
+
+@lru_cache(maxsize=64)
+def _seen(mask: str, layout: Layout) -> Seen:
+    return seen_by(Mask.parse(mask), np.arange(layout.padded_length), layout.length)
+
+
+@lru_cache(maxsize=64)
+def windows_of(row: Row, size: int, reach: int) -> Windows:
+    queries, counts = row.queries(), row.seen.counts
+    ends = [each[counts[each] % size == 0] for each in queries]
+    inputs, entries = _fetch(row, row.local, queries, ends, reach), _fetch(row, ends[row.rank], ends, queries)
+    mine, local = ends[row.rank], row.local
+    tails = local[:, None] - np.arange(size - 1)
+    tails[np.arange(size - 1) >= (counts[local] % size)[:, None]] = -1
+    order = np.argsort(local)
+    last = order[np.searchsorted(local[order], mine)]
+    last, tails = (torch.from_numpy(each).to(row.device) for each in (last, tails.astype(np.int32)))
+    return Windows(size, inputs, row.columns(inputs, mine, reach), last, entries, *row.bounds(entries), tails)
+
+
+@lru_cache(maxsize=64)
+def before(row: Row, reach: int) -> tuple[Fetch, Tensor]:
+    """Return what fetches the ``reach`` tokens up to each local one, and their columns (T, reach), or -1."""
+    fetch = _fetch(row, row.local, row.queries(), row.queries(), reach)
+    return fetch, row.columns(fetch, row.local, reach)
+
+
+@lru_cache(maxsize=64)
+def visible(row: Row) -> tuple[Fetch, Tensor, Tensor]:
+    """Return what fetches all that local queries see, and columns [first, stop) of each query, int32 (T,)."""
+    fetch = _fetch(row, row.local, row.queries(), row.queries())
+    return fetch, *row.bounds(fetch)
+
+
+def _fetch(
+    row: Row, stored: Integers, held: Sequence[Integers], readers: Sequence[Integers], reach: int = _EVERYTHING
+) -> Fetch:
+    """Return what a rank fetches: of positions that each rank holds, those less than ``reach`` before its readers.
+
+    ``stored`` are the positions of what it fetches from, in its order.
+    """
+    mine, order = held[row.rank], np.argsort(stored)
+    local = order[np.searchsorted(stored[order], mine)]
+    sent = {peer: local[_wanted(mine, each, row.seen, reach)] for peer, each in enumerate(readers)}
+    taken = {owner: each[_wanted(each, readers[row.rank], row.seen, reach)] for owner, each in enumerate(held)}
+    positions = np.sort(np.concatenate([*taken.values()]))
+    arriving = {owner: np.searchsorted(positions, each) for owner, each in taken.items()}
+
+    def places(of: dict[int, Integers]) -> Places:
+        return tuple((peer, torch.from_numpy(each).to(row.device)) for peer, each in of.items() if len(each))
+
+    return Fetch(row.rank, torch.from_numpy(positions).to(row.device), places(sent), places(arriving))
+
+
+def _wanted(held: Integers, readers: Integers, seen: Seen, reach: int) -> NDArray[np.bool_]:
+    following = np.append(readers, -1)[np.searchsorted(readers, held)]
+    near = (following >= 0) & (following - held < reach)
+    return near & (seen.first[following] == seen.first[held])
+
+
+def fetched(x: Tensor, fetch: Fetch, group: dist.ProcessGroup | None) -> Tensor:
+    """Return what a rank fetches of x (B, T, C): (B, n, C). Differentiable and collective."""
+    return _Fetched.apply(x, fetch, group)  # pyright: ignore[reportReturnType]
+
+
+class _Fetched(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, fetch: Fetch, group: dist.ProcessGroup | None) -> Tensor:
+        ctx.fetch, ctx.group, ctx.tokens = fetch, group, x.shape[1]
+        with _passing(x, group) as exchange:
+            return fetch.start(x.detach(), exchange).finish()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = gradients
+        wide = gradient.to(accumulation_dtype(gradient.dtype))
+        with _passing(wide, ctx.group) as exchange:
+            return ctx.fetch.start_back(wide, ctx.tokens, exchange).finish().to(gradient.dtype), None, None
+
+
+@contextmanager
+def _passing(x: Tensor, group: dist.ProcessGroup | None) -> Iterator[Transport]:
+    facts = {"rows": len(x), "size": x.shape[-1], "dtype": str(x.dtype)}
+    with one_at_a_time(group):
+        agree(group, facts)
+        yield transport_of(group, f"tokens {facts}")
+
+
+class Attended(torch.autograd.Function):
+    """Attention from q (B, H, T, D) to columns (B, T, k) of keys (B, n, D), which are values too."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, keys: Tensor, columns: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
+        values = slice(0, keys.shape[-1])
+        out, lse = (x.detach() for x in handled(lambda: attend(q, keys, columns, values, scale, sinks)))
+        ctx.scale, ctx.values = scale, values
+        ctx.save_for_backward(q, keys, columns, sinks, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (dout,) = gradients
+        q, keys, columns, sinks, out, lse = ctx.saved_tensors
+        dq, dkeys = attend_backward(dout, q, keys, columns, ctx.values, ctx.scale, out, lse)
+        dsinks = None if sinks is None else sink_gradient(dout, out, lse, sinks)
+        return dq, dkeys.to(keys.dtype), None, None, dsinks

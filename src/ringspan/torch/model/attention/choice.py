@@ -1,0 +1,158 @@
+"""Choice of an index, on its way from the index to attention and to layers that share it."""
+
+import inspect
+from typing import Any, Final, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.mask import Mask
+from ringspan.core.names import LayoutName
+from ringspan.torch.attention.chosen import IndexInputs
+from ringspan.torch.attention.indexed import indexed_attention
+from ringspan.torch.attention.traced import mask_of
+from ringspan.torch.attention.windows import Row
+from ringspan.torch.layers.modules import computes_as, forward_of
+from ringspan.torch.recurrence.current import SequencePass, current_pass
+from ringspan.torch.weights.packed import is_packed
+
+_ROTATIONS: Final = ("apply_rotary_pos_emb_interleave", "apply_rotary_pos_emb")
+
+
+class Rows(NamedTuple):
+    part: slice
+    mask: Mask
+    layout: LayoutName | Layout
+
+
+class Asked(NamedTuple):
+    rows: list[Rows]
+    ring: dist.ProcessGroup
+    scale: float
+    sinks: Tensor | None
+
+    def options(self, rows: Rows, values: slice) -> dict[str, Any]:
+        of_rows = {"mask": rows.mask, "layout": rows.layout, "values": values}
+        return of_rows | {"scale": self.scale, "group": self.ring, "sinks": self.sinks}
+
+
+class Choice:
+    """Inputs of an index, then its choice, in place of a module's mask or its indices."""
+
+    def __init__(self, index: IndexInputs | None, chosen: list[Tensor]) -> None:
+        self.index = index
+        self.chosen = chosen
+        """Choice of each ``Rows``: global positions, int32 (B, T, k), or (B, G, T, k) of each key head; -1 for none."""
+
+    @classmethod
+    def __torch_function__(cls, function: object, types: object, args: Any = (), kwargs: object = None) -> Any:
+        """Stand for a mask that a module joins with it, by ``&`` or ``torch.cat``."""
+        found = args[0] if isinstance(args[0], list | tuple) else args
+        return next(each for each in found if isinstance(each, Choice))
+
+    def to(self, *_: object) -> "Choice":
+        return self
+
+    def attend(self, module: nn.Module, qkv: tuple[Tensor, Tensor, Tensor], asked: Asked) -> Tensor:
+        """Return attention (B, T, H, v) of queries (B, H, T, D), and keep what they chose."""
+        latent = hasattr(module, "expand_kv")
+        return attend_to_chosen(module, *qkv[:2], self, asked) if latent else attend_by_key_head(qkv, self, asked)
+
+
+def choice_of(kwargs: dict[str, Any], attention_mask: object) -> Choice | None:
+    """Take the choice from what a module hands its attention function."""
+    given = attention_mask, kwargs.pop("indices", None), kwargs.pop("block_indices", None)
+    return next((each for each in given if isinstance(each, Choice)), None)
+
+
+def rows_now() -> list[tuple[slice, Row]]:
+    """Return the rows of the current pass, as ``Rows``."""
+    now = _now()
+    documents: list[Any] = [None]
+    if now.packed is not None:
+        now.packed.is_seen, documents = True, now.packed.rows
+    rank = 0 if now.group is None else dist.get_rank(now.group)
+    rows: list[tuple[slice, Row]] = []
+    for number, lengths in enumerate(documents):
+        layout = now.layouts[min(number, len(now.layouts) - 1)]
+        part = slice(None) if len(documents) == 1 else slice(number, number + 1)
+        rows.append((part, Row(mask_of(layout.length, lengths, None, None).spec, layout, rank)))
+    return rows
+
+
+def group_now() -> dist.ProcessGroup | None:
+    return _now().group
+
+
+def _now() -> SequencePass:
+    now = current_pass()
+    assert now is not None, "a model with an index is not compiled"
+    return now
+
+
+def rotation_of(index: nn.Module) -> Any:
+    code: Any = inspect.unwrap(forward_of(index))
+    return next(code.__globals__[name] for name in _ROTATIONS if name in code.__code__.co_names)
+
+
+def attend_to_chosen(module: nn.Module, query: Tensor, latents: Tensor, choice: Choice, asked: Asked) -> Tensor:
+    """Attend to latents: absorbed queries (B, H, T, n + P) give (B, T, H, v)."""
+    rank, nope = module.kv_lora_rank, module.qk_nope_head_dim
+    matrix = expansion(module, latents).unflatten(0, (query.shape[1], -1))  # (H, n + v, R)
+    absorbed = torch.einsum("bhtn,hnr->bhtr", query[..., :nope], matrix[:, :nope])
+    q = torch.cat((absorbed, query[..., nope:]), -1)
+    index, chosen = choice.index, choice.chosen
+    length = query.shape[2] * dist.get_world_size(asked.ring)
+    outs: list[Tensor] = []
+    for number, rows in enumerate(asked.rows):
+        of_rows = given = None
+        if index is None:
+            given = chosen[number]
+        else:
+            q_index, k_index, weights = (x[rows.part] for x in index[:3])
+            of_rows = IndexInputs(q_index, k_index, weights, index.scale, min(index.topk, length))
+        options = asked.options(rows, slice(0, rank))
+        out, found = indexed_attention(q[rows.part], latents[rows.part, 0], of_rows, given, **options)
+        outs.append(out)
+        if index is not None:
+            chosen.append(found)
+    choice.index = None
+    out = outs[0] if len(outs) == 1 else torch.cat(outs)
+    return torch.einsum("bhtr,hvr->bthv", out, matrix[:, nope:])
+
+
+def attend_by_key_head(qkv: tuple[Tensor, Tensor, Tensor], choice: Choice, asked: Asked) -> Tensor:
+    """Attend to key heads as to sequences of their own, each with its queries and its choice, or the common one."""
+    q, (heads, size) = qkv[0], (qkv[1].shape[1], qkv[1].shape[-1])
+    outs: list[Tensor] = []
+    for rows, chosen in zip(asked.rows, choice.chosen, strict=True):
+        of_heads = chosen if chosen.ndim == 4 else chosen[:, None].expand(-1, heads, -1, -1)
+        of_queries = q[rows.part].unflatten(1, (heads, -1)).flatten(0, 1)
+        kv = torch.cat([x[rows.part] for x in qkv[1:]], -1).flatten(0, 1)
+        options = asked.options(rows, slice(size, kv.shape[-1]))
+        out, _ = indexed_attention(of_queries, kv, None, of_heads.flatten(0, 1), **options)
+        outs.append(out.unflatten(0, (-1, heads)).flatten(1, 2))
+    return torch.cat(outs).transpose(1, 2)
+
+
+def is_matrix(projection: Any) -> bool:
+    """Return whether a projection, adapters included, computes a product with one matrix."""
+    parts = [*projection.modules()]
+    is_lora = not hasattr(projection, "base_layer") or type(projection).__module__.startswith("peft.tuners.lora")
+    if not is_lora or getattr(projection, "lora_variant", None):  # some look at tokens
+        return False
+    # Of 8 bits, inputs are rounded as well.
+    is_rounded = any(hasattr(getattr(part, "weight", None), "SCB") for part in parts)
+    has_more = any(getattr(part, "bias", None) is not None or getattr(part, "p", 0) for part in parts)
+    return not is_rounded and not has_more
+
+
+def expansion(module: Any, latents: Tensor) -> Tensor:
+    """Return the matrix (H (n + v), R) that turns latents into keys and values, adapters included."""
+    projection = module.kv_b_proj
+    if computes_as(projection, nn.Linear) and not is_packed(projection.weight):
+        return projection.weight
+    rows = torch.eye(module.kv_lora_rank, dtype=latents.dtype, device=latents.device)
+    return projection(rows).T

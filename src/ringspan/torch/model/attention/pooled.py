@@ -1,0 +1,221 @@
+"""Indexes of blocks and of pooled keys (MiniMax-M3, Qwen4-exp, GLM-5-Next), and DeepSeek-V4's compressed keys.
+
+Blocks and pools begin with their document, also in packed and padded rows. Each module computes what its tokens give;
+pools that reach over the border of a span are made by the rank of their last token, of tokens that it fetches.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear, silu
+
+from ringspan.torch.attention.chosen import IndexInputs, all_seen, choose, choose_blocks
+from ringspan.torch.attention.handler import handled
+from ringspan.torch.attention.part import accumulation_dtype
+from ringspan.torch.attention.windows import (
+    Attended,
+    Row,
+    Windows,
+    at_columns,
+    before,
+    fetched,
+    visible,
+    windows_of,
+)
+from ringspan.torch.layers.modules import Mixin
+from ringspan.torch.model.attention.choice import Asked, Choice, group_now, rotation_of, rows_now
+
+
+class BlockIndex(Mixin):
+    """MiniMax-M3: each key/value head chooses blocks of keys, which score as the best of them."""
+
+    @torch.no_grad()
+    def forward(self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *_: object) -> Choice:
+        q = self.q_norm(self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim)))
+        k = self.k_norm(self.k_proj(hidden_states)[:, :, None])
+        turns = (x[..., : self.head_dim] for x in position_embeddings)
+        q, k = rotation_of(self)(q, k, *turns, unsqueeze_dim=2)
+        sizes = self.block_size, self.topk_blocks, self.local_blocks
+
+        def chosen(part: slice, row: Row) -> Tensor:
+            fetch, first, stop = visible(row)
+            keys = fetched(k[part, :, 0], fetch, group_now())
+            return fetch.at(choose_blocks(q[part], keys, first, stop, *sizes))
+
+        return _choice(chosen)
+
+
+class PooledIndex(Mixin):
+    """Qwen4-exp: keys are means of four, turned as the first of them."""
+
+    @torch.no_grad()
+    def forward(self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *_: object) -> Choice:
+        size, turn = self.index_head_dim, rotation_of(self)
+        heads = self.index_qk_proj(hidden_states).unflatten(-1, (-1, size))
+        cos, sin = position_embeddings
+        q = turn(self.q_layernorm(heads[:, :, : self.index_n_heads]), cos=cos, sin=sin, unsqueeze_dim=2)
+        turns = [x.expand(len(q), -1, -1) for x in position_embeddings]
+
+        def pool(tokens: Tensor, _: Windows) -> Tensor:
+            keys, cos, sin = tokens.split([size, *(x.shape[-1] for x in turns)], -1)
+            keys = self.k_layernorm(keys.to(accumulation_dtype(keys.dtype)).mean(2).to(keys.dtype))
+            return turn(keys[:, :, None], cos=cos[:, :, 0], sin=sin[:, :, 0], unsqueeze_dim=2)[:, :, 0]
+
+        inputs = torch.cat((heads[:, :, self.index_n_heads], *turns), -1)
+        index = IndexInputs(q, inputs, torch.ones_like(q[..., 0]), size**-0.5, self.block_topk)
+        return _choose_pools(index, self.compress_ratio, pool)
+
+
+class GatedPools(Mixin):
+    """GLM-5-Next: keys are means of four, weighted by a gate of each channel."""
+
+    @torch.no_grad()
+    def forward(self: Any, hidden_states: Tensor, q_resid: Tensor, **_: object) -> Choice:
+        q = self.wq_b(q_resid).unflatten(-1, (-1, self.head_dim))
+        weights = self.weights_proj(hidden_states.to(self.weights_proj.weight.dtype)).float() * self.n_heads**-0.5
+        gate = linear(hidden_states, self.index_kpool_compress_gate)
+        inputs = torch.cat((self.k_norm(self.wk(hidden_states)), gate), -1)
+
+        def pool(tokens: Tensor, _: Windows) -> Tensor:
+            keys, gates = tokens.chunk(2, -1)
+            shares = (gates + self.index_kpool_compress_ape).softmax(2, dtype=accumulation_dtype(gates.dtype))
+            return (shares.to(keys.dtype) * keys).sum(2)
+
+        index = IndexInputs(q, inputs, weights, self.softmax_scale, self.index_topk // self.index_kpool)
+        return _choose_pools(index, self.index_kpool, pool, has_tail=self.index_kpool_always_select_tail)
+
+
+def _choice(chosen: Callable[[slice, Row], Tensor]) -> Choice:
+    return Choice(None, [handled(lambda part=part, row=row: (chosen(part, row),))[0] for part, row in rows_now()])
+
+
+def _choose_pools(
+    index: IndexInputs, size: int, pool: Callable[[Tensor, Windows], Tensor], *, has_tail: bool = True
+) -> Choice:
+
+    def chosen(part: slice, row: Row) -> Tensor:
+        windows = windows_of(row, size, size)
+        tokens = fetched(index.k[part], windows.inputs, group_now())
+        keys = fetched(pool(at_columns(tokens, windows.columns), windows), windows.entries, group_now())
+        found = choose(_of_rows(index, part, keys, windows), windows.first, windows.stop)
+        return windows.tokens(found, has_tail=has_tail)
+
+    return _choice(chosen)
+
+
+def _of_rows(index: IndexInputs, part: slice, keys: Tensor, windows: Windows) -> IndexInputs:
+    topk = min(index.topk, int((windows.stop - windows.first).max()))
+    return index._replace(q=index.q[part], k=keys, weights=index.weights[part], topk=topk)
+
+
+class Compressor(Mixin):
+    """DeepSeek-V4: windows of tokens pooled into entries, which queries see, or choose, next to a sliding window."""
+
+    def forward(
+        self: Any, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, *_: object
+    ) -> tuple[Tensor, "Entries"]:
+        index: Any = getattr(self, "indexer", None)
+        inputs, asked = [self.kv_proj(hidden_states), self.gate_proj(hidden_states)], None
+        if index is not None:
+            with torch.no_grad():
+                asked = _asked(index, hidden_states, q_residual, position_ids)
+                inputs += [index.kv_proj(hidden_states), index.gate_proj(hidden_states)]
+        sizes = [x.shape[-1] for x in inputs]
+        size = self.compress_rate
+        reach = size if index is None else 2 * size
+        made: list[tuple[slice, Row, Tensor, Tensor]] = []
+        for part, row in rows_now():
+            windows = windows_of(row, size, reach)
+            tokens = fetched(torch.cat([x[part] for x in inputs], -1), windows.inputs, group_now())
+            kv, gate, *others = at_columns(tokens, windows.columns).split(sizes, -1)
+            first = position_ids[part, windows.last] - size + 1
+            pooled = _pooled(self, kv, gate, windows, first)
+            if index is not None:
+                with torch.no_grad():
+                    keys = _pooled(index, others[0], others[1], windows, first)
+                pooled = torch.cat((pooled, keys), -1)
+            entries = fetched(pooled, windows.entries, group_now())
+            made.append((part, row, entries[..., : self.head_dim], _chosen(asked, part, entries, windows)))
+        return hidden_states.new_empty(len(hidden_states), 1, 0, self.head_dim), Entries(made)
+
+
+def _asked(index: Any, hidden_states: Tensor, q_residual: Tensor, positions: Tensor) -> IndexInputs:
+    turns = index.rotary_emb(hidden_states, position_ids=positions, layer_type=index.rope_layer_type)
+    q = rotation_of(index)(index.q_b_proj(q_residual).unflatten(-1, (-1, index.head_dim)), *turns, unsqueeze_dim=2)
+    weights = index.scorer.weights_proj(hidden_states).float() * index.scorer.weights_scaling
+    return IndexInputs(q, q, weights, index.scorer.softmax_scale, index.index_topk)
+
+
+def _pooled(module: Any, kv: Tensor, gate: Tensor, windows: Windows, first: Tensor) -> Tensor:
+    size = windows.size
+    gate = gate.unflatten(2, (-1, size)) + module.position_bias
+    kv, is_there = kv.unflatten(2, (-1, size)), (windows.columns >= 0).unflatten(1, (-1, size))[..., None]
+    halves = [x.chunk(2, -1) if kv.shape[2] == 2 else (x,) for x in (kv, gate)]
+    kv, gate = (torch.cat([half[:, :, number] for number, half in enumerate(each)], 2) for each in halves)
+    gate = gate.masked_fill(~is_there.flatten(1, 2), -torch.inf)
+    kv = kv.masked_fill(~is_there.flatten(1, 2), 0)
+    entries = module.kv_norm((kv * gate.softmax(2, dtype=accumulation_dtype(gate.dtype)).to(kv.dtype)).sum(2))
+    turns = module.rotary_emb(entries, position_ids=first, layer_type=module.rope_layer_type)
+    return rotation_of(module)(entries[:, None], *turns)[:, 0]
+
+
+def _chosen(asked: IndexInputs | None, part: slice, entries: Tensor, windows: Windows) -> Tensor:
+    if asked is None:
+        most = int((windows.stop - windows.first).max())
+        return all_seen(windows.first, windows.stop, most).expand(len(entries), -1, -1)
+    keys = entries[..., -asked.q.shape[-1] :].detach()
+    index = _of_rows(asked, part, keys, windows)
+    (found,) = handled(lambda: (choose(index, windows.first, windows.stop),))
+    return found
+
+
+class Entries(Choice):
+    """Entries of each row that are seen here, and which of them each query attends to."""
+
+    def __init__(self, rows: list[tuple[slice, Row, Tensor, Tensor]]) -> None:
+        super().__init__(None, [])
+        self.rows = rows
+
+    def attend(self, module: Any, qkv: tuple[Tensor, Tensor, Tensor], asked: Asked) -> Tensor:
+        q, k, _ = qkv
+        outs: list[Any] = []
+        for part, row, entries, chosen in self.rows:
+            fetch, near = before(row, module.sliding_window)
+            tokens = fetched(k[part, 0], fetch, group_now())
+            keys = torch.cat((tokens, entries), 1)
+            far = torch.where(chosen < 0, -1, chosen + tokens.shape[1])
+            columns = torch.cat((near.expand(len(far), -1, -1), far), -1).to(torch.int32)
+            outs.append(Attended.apply(q[part], keys, columns, asked.scale, asked.sinks))
+        return torch.cat(outs).transpose(1, 2)
+
+
+class NGrams(Mixin):
+    """Qwen4-exp's embeddings of the last N tokens of a document."""
+
+    def forward(self: Any, input_ids: Tensor, *_: object) -> Tensor:
+        outs: list[Tensor] = []
+        for part, row in rows_now():
+            fetch, columns = before(row, self.ngram_size)
+            tokens = fetched(input_ids[part][..., None], fetch, group_now())
+            grams = at_columns(tokens, columns)[..., 0].masked_fill(columns < 0, self.eos_token_id)
+            out = super().forward(grams.flatten(0, 1), None)  # pyright: ignore[reportAttributeAccessIssue]
+            outs.append(out[:, -1].unflatten(0, grams.shape[:2]))
+        return torch.cat(outs)
+
+
+class DilatedConvolution(Mixin):
+    """Qwen4-exp's convolution of each channel over every third token, say, of a document."""
+
+    def _short_conv(self: Any, hidden_states: Tensor, *_: object) -> Tensor:
+        taps, step = self.conv1d.weight[:, 0].T, self.conv1d.dilation[0]
+        outs: list[Tensor] = []
+        for part, row in rows_now():
+            fetch, columns = before(row, (len(taps) - 1) * step + 1)
+            tokens = fetched(hidden_states[part], fetch, group_now())
+            out = torch.zeros_like(hidden_states[part])
+            for tap, weight in enumerate(taps):
+                out = out + at_columns(tokens, columns[:, step * tap]) * weight
+            outs.append(out)
+        return silu(torch.cat(outs))
