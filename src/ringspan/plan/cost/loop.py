@@ -59,7 +59,9 @@ def loop_bytes(
     unit = gcd(query_numbers, kv_numbers)
     shares = query_numbers // unit, kv_numbers // unit
     types = number_bytes, gradient_bytes or number_bytes
-    return _share(layout, ranks, route, *shares, min(groups, 2), types, comm_dtype, in_place).times(unit / groups)
+    # Beside a group that computes, gathered passes hold the keys of the next and the gradients of the last.
+    groups_held = min(groups, 3 if route.name == "all-gather" else 2)
+    return _share(layout, ranks, route, *shares, groups_held, types, comm_dtype, in_place).times(unit / groups)
 
 
 def tile_pairs(layout: LayoutName, tokens: int) -> int:
