@@ -1,13 +1,12 @@
 """Runner of a task with a model, on every rank; the first one keeps the records."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, Final, TypedDict
 
-import torch.distributed as dist
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ringspan.core.errors import ConfigError
@@ -15,6 +14,7 @@ from ringspan.evaluate.perplexity import Document, chosen, measure
 from ringspan.evaluate.prompts import Prompts, Question, long_documents
 from ringspan.evaluate.records import Records, identity, records_file
 from ringspan.evaluate.settings import PERPLEXITY, EvalSettings
+from ringspan.evaluate.tasks import TASKS
 from ringspan.generate.folder import check_ids, load_config, load_tokenizer
 from ringspan.generate.session import Observer, Session, session
 from ringspan.torch.layers.decoder import text_config
@@ -118,41 +118,31 @@ def evaluate_rank(
     with records.lock:
         if missing := from_first_rank(begin):
             with session(settings.generating(), config, tokenizer, observer) as model:
-                for record in _answers(model, settings, missing, lambda key: planned.make(key) if planned else None):
-                    if dist.get_rank() == 0:
-                        assert planned is not None, "made above"
-                        records.add(record)
-                        done = len(planned.keys) - len(missing) + record["place"] + 1
+                for place, key in enumerate(missing):
+                    item: Any = from_first_rank(lambda key=key: planned.make(key) if planned else None)
+                    is_text = isinstance(item, Document)
+                    record = measure(model, item) if is_text else _answered(model, settings, item, key)
+                    if planned is not None:
+                        records.add({"key": list(key), "place": place, **record})
+                        done = len(planned.keys) - len(missing) + place + 1
                         observer.did(done, len(planned.keys), record["summary"])
         return from_first_rank(lambda: result(settings, planned, records))
 
 
 def result(settings: EvalSettings, planned: Plan | None, records: Records) -> EvalResult:
     assert planned is not None, "on the first rank"
-    done = [records.by_key[key] for key in planned.keys]
-    rows = loss_rows(done) if settings.task == PERPLEXITY else accuracy_rows(done)
+    rows_of = loss_rows if settings.task == PERPLEXITY else accuracy_rows
     return {
         "task": settings.task,
         "model": settings.folder,
-        "rows": rows,
+        "rows": rows_of(records.by_key[key] for key in planned.keys),
         "skipped": planned.skipped,
         "seed": settings.seed,
         "records": str(records.path),
     }
 
 
-def _answers(
-    model: Session, settings: EvalSettings, keys: list[Key], make: Callable[[Key], Any]
-) -> Iterator[dict[str, Any]]:
-    for place, key in enumerate(keys):
-        item = from_first_rank(lambda key=key: make(key))
-        record = measure(model, item) if isinstance(item, Document) else _answered(model, settings, item, key)
-        yield {"key": list(key), "place": place, **record}
-
-
 def _answered(model: Session, settings: EvalSettings, question: Question, key: Key) -> dict[str, Any]:
-    from ringspan.evaluate.tasks import TASKS
-
     length, depth, _ = key
     model.settings = settings.generating(question.max_new_tokens)
     check_ids(question.ids, model.settings, model.model.config)

@@ -146,12 +146,8 @@ def _called(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any
         count = _counted(kwargs.pop("num_items_in_batch", None))
         if least is not None:
             shared = SharedRows(model, whole, least)
-        folds = model.ring_folds
-        local = (
-            shard_batch(whole, model.ring_mesh, layout=model.ring_layout, folds=folds)
-            if shared is None
-            else shared.local
-        )
+        split: Any = {"layout": model.ring_layout, "folds": model.ring_folds}
+        local = shard_batch(whole, model.ring_mesh, **split) if shared is None else shared.local
         if is_fused and "shift_labels" not in local:
             raise UnsupportedError("fused_lm_head=True needs labels")
         if is_fused or "shift_labels" not in local:
@@ -161,7 +157,8 @@ def _called(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any
         if shared is not None:
             return shared.of_targets(part) if is_fused else shared.of_tokens(part)
         length, ring = whole["input_ids"].shape[1], model.ring_mesh["ring"]
-        layout = BatchLayout.of(model.ring_layout, length, ring.size(), local.get("document_lengths"), folds)
+        lengths = local.get("document_lengths")
+        layout = BatchLayout.of(model.ring_layout, length, ring.size(), lengths, model.ring_folds)
         return Unsharded.apply(part, layout, ring.get_group())
 
     if is_fused:

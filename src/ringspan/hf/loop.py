@@ -68,8 +68,7 @@ def ring_accelerator(ring: RingConfig | None = None, **options: Any) -> "LoopAcc
     made = Accelerator(**options)
     refuse_accelerator(made)
     compiler: Any = made.state.dynamo_plugin
-    backend = str(compiler.backend.value)
-    if backend != "NO":
+    if (backend := str(compiler.backend.value)) != "NO":
         raise UnsupportedError(f"dynamo_backend={backend!r} compiles the model around its exchanges; leave it out")
     if not made.even_batches and config.replicas > 1:
         raise UnsupportedError("even_batches=False: a replica would wait for batches that others lack; leave it out")

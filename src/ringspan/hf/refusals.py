@@ -109,7 +109,7 @@ def refuse_accelerator(accelerator: Accelerator) -> None:
             f"accelerate counts {state.num_processes} of {dist.get_world_size()} processes; without an accelerator "
             "set TrainingArguments(use_cpu=True), or Accelerator(cpu=True), so that it sees the others"
         )
-    for name in ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin"):
+    for name in ("fsdp_plugin", "deepspeed_plugin", "megatron_lm_plugin", "parallelism_config"):
         if getattr(state, name, None) is not None:
             raise UnsupportedError(
                 f"accelerate was launched with {name}, a second parallelism besides the ring; launch without"
@@ -118,10 +118,6 @@ def refuse_accelerator(accelerator: Accelerator) -> None:
         raise UnsupportedError(
             f"mixed_precision={accelerator.mixed_precision!r}, given or of the launch, is not exact on a ring; use "
             "'bf16' or 'no'"
-        )
-    if getattr(accelerator, "parallelism_config", None) is not None:
-        raise UnsupportedError(
-            "accelerate was launched with a parallelism_config, a second parallelism besides the ring; launch without"
         )
 
 

@@ -4,6 +4,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,6 +15,7 @@ from transformers import Trainer
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.hf.progress import load_adapter, random_state_folder
 
 if TYPE_CHECKING:
 
@@ -85,16 +87,16 @@ class OwnParts(Trainer):
             self.load_progress(checkpoint)
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if not self.load_adapter_weights(resume_from_checkpoint):
+        if not load_adapter(Path(resume_from_checkpoint), self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self: Any) -> None:
-        if not self.load_adapter_weights(self.state.best_model_checkpoint):
+        if not load_adapter(Path(self.state.best_model_checkpoint), self.model):
             super()._load_best_model()
 
     def _load_rng_state(self: Any, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            with self.random_state_of_replica(checkpoint) as folder:
+            with random_state_folder(Path(checkpoint), self.args.process_index, self.args.world_size) as folder:
                 super()._load_rng_state(folder)
 
 
@@ -128,8 +130,7 @@ def moved() -> list[str]:
         for name, parameters in methods.items():
             if owner is not None:
                 method = getattr(owner, name, None)
-                known = None if method is None else tuple(inspect.signature(method).parameters)[1:]
-                if known != parameters:
+                if method is None or tuple(inspect.signature(method).parameters)[1:] != parameters:
                     found.append(f"{place}.{name}")
     for module, names in GATHERS.items():
         space = vars(sys.modules.get(module, sys))

@@ -67,7 +67,7 @@ class RingLM(TemplateLM):
         on_request: Callable[[str | None], None] = lambda what: None,
         answers: str | Path | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__()  # as rank 0 of 1, by which lm-eval divides requests: all ranks are one model
         if not hasattr(model, "new_cache"):
             raise UnsupportedError(f"RingLM needs what rs.parallelize returned, got a {type(model).__name__}")
         if max_length is not None and max_length < 1:
@@ -86,16 +86,6 @@ class RingLM(TemplateLM):
         self._cache: Any = None
         self._on_request = on_request
         self._answers = None if answers is None else Answers(Path(answers))
-
-    # lm-eval divides requests among processes by these two; here all processes answer each request together.
-    @property
-    def rank(self) -> int:
-        return 0
-
-    @property
-    def world_size(self) -> int:
-        """Return 1: all ranks are one model."""
-        return 1
 
     @property
     def num_kept(self) -> int:

@@ -46,17 +46,15 @@ def check_tasks(names: Sequence[str], manager: TaskManager) -> None:
 
 def run_tasks(lm: object, names: Sequence[str], manager: TaskManager, **options: object) -> dict[str, Any] | None:
     """Run ``simple_evaluate`` on every rank; return its results on each machine's first rank, as lm-eval does."""
-    asked = f"--tasks {','.join(names)}"
     # In the order asked for.
     tasks = list(dict.fromkeys(task for name in names for task in manager.match_tasks([name])))
     try:
         return _simple_evaluate(lm, tasks=tasks, task_manager=manager, bootstrap_iters=0, **options)
-    except (OSError, ConnectionError) as error:
-        raise ConfigError(f"{asked}: {one_line(error)}") from error
-    except ValueError as error:
-        if not str(error).startswith("Attempted to run task"):  # what lm-eval refuses before the first request
+    except (OSError, ValueError) as error:
+        is_of_request = isinstance(error, ValueError) and not str(error).startswith("Attempted to run task")
+        if is_of_request:  # not what lm-eval refuses before the first one
             raise
-        raise ConfigError(f"{asked}: {one_line(error)}") from error
+        raise ConfigError(f"--tasks {','.join(names)}: {one_line(error)}") from error
 
 
 def run_harness(settings: HarnessSettings, out: Path) -> dict[str, Any] | None:
