@@ -19,7 +19,7 @@ from ringspan.core.errors import CheckpointError
 from ringspan.core.files.disk import sync_file, sync_folder
 from ringspan.core.files.signed import file_digest
 from ringspan.core.messages.lines import refused
-from ringspan.torch.weights.deferred import Region, overlap, region_at
+from ringspan.torch.weights.deferred import Region, is_first_copy, overlap, region_at
 
 
 @dataclass(frozen=True)
@@ -66,13 +66,7 @@ def held_here(tensor: Tensor | Part) -> Iterator[Chunk]:
 def written_by_me(tensor: Tensor | Part) -> Iterator[Chunk]:
     """Return the chunks that this rank writes: of replicas, only the first writes."""
     split = tensor.like if isinstance(tensor, Part) else tensor
-    if isinstance(split, DTensor):
-        coordinate = split.device_mesh.get_coordinate()
-        assert coordinate is not None, "the rank is in the mesh"
-        first = all(place == 0 for place, p in zip(coordinate, split.placements, strict=True) if p.is_replicate())
-    else:
-        first = dist.get_rank() == 0
-    if first:
+    if is_first_copy(split) if isinstance(split, DTensor) else dist.get_rank() == 0:
         yield from held_here(tensor)
 
 

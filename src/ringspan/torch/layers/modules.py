@@ -26,6 +26,11 @@ def local_part(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def as_part(local: Tensor, of: DTensor) -> DTensor:
+    """Return this rank's part of a tensor that is split like another."""
+    return DTensor.from_local(local, of.device_mesh, of.placements, run_check=False, shape=of.shape, stride=of.stride())
+
+
 def whole(tensor: Tensor) -> Tensor:
     """Return all of a tensor that ranks share, gathered together; any other itself."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -10,7 +10,7 @@ from torch.optim.adamw import adamw
 from torch.optim.optimizer import ParamsT
 
 from ringspan.core.errors import ConfigError
-from ringspan.torch.layers.modules import local_part
+from ringspan.torch.layers.modules import as_part, local_part
 
 _SEEDS: Final = 1 << 31
 
@@ -150,5 +150,4 @@ def _on_host(like: Tensor, dtype: torch.dtype) -> Tensor:
 def _like(value: Tensor, p: Tensor) -> Tensor:
     if not isinstance(p, DTensor) or value.ndim == 0:
         return value
-    local = value.to(local_part(p).device)
-    return DTensor.from_local(local, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
+    return as_part(value.to(local_part(p).device), p)

@@ -4,7 +4,8 @@ import mmap
 import os
 import tempfile
 import weakref
-from typing import ClassVar, Final
+from functools import cache
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -111,13 +112,11 @@ def _reserve(file: int, num_bytes: int, folder: str | None) -> None:
 
 
 class _Pinned(_Parked):
-    _streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}
-
     def __init__(self, tensor: Tensor, before: _Parked | None, folder: str | None) -> None:
         super().__init__(tensor, before, folder)
         self._device = tensor.device
         self._coming: tuple[Tensor, torch.cuda.Event] | None = None
-        source, stream = tensor.detach(), self._stream()
+        source, stream = tensor.detach(), _stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -127,7 +126,7 @@ class _Pinned(_Parked):
     def fetch(self) -> None:
         if self._coming is not None:
             return
-        stream = self._stream()
+        stream = _stream(self._device)
         tensor = torch.empty(self._host.shape, dtype=self._host.dtype, device=self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))  # what last used that memory may still be running
         with torch.cuda.stream(stream):
@@ -144,10 +143,10 @@ class _Pinned(_Parked):
         torch.cuda.current_stream(self._device).wait_event(done)
         return tensor
 
-    def _stream(self) -> torch.cuda.Stream:
-        if self._device not in self._streams:
-            self._streams[self._device] = torch.cuda.Stream(self._device)
-        return self._streams[self._device]
+
+@cache
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)
 
 
 class _Nowhere(_Parked):

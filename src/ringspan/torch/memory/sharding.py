@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.torch.layers.modules import as_part
 from ringspan.torch.weights.deferred import held_regions
 from ringspan.torch.weights.packed import split_into_parts
 
@@ -54,14 +55,7 @@ def _as_sharded(given: Tensor, parameter: DTensor) -> DTensor:
     local = given.detach().new_empty(parameter.to_local().shape)
     for region in held_regions(parameter):
         local.copy_(given.detach()[region])
-    return DTensor.from_local(
-        local.to(parameter.to_local().device),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return as_part(local.to(parameter.to_local().device), parameter)
 
 
 @torch.compiler.disable()

@@ -1,6 +1,7 @@
 """Adapters from other libraries' meshes to our axes, over the same process groups."""
 
 import itertools
+import math
 from collections.abc import Mapping
 from typing import Any, Final
 from weakref import WeakKeyDictionary
@@ -102,10 +103,7 @@ def _mapped_anew(mesh: DeviceMesh, roles: Mapping[str, tuple[str, ...]]) -> Devi
 def _arranged(ranks: Tensor, names: tuple[str, ...], roles: Mapping[str, tuple[str, ...]]) -> Tensor:
     used = [names.index(name) for axis in AXES for name in roles[axis]]
     others = [dim for dim in range(len(names)) if dim not in used]
-    sizes = [1, 1, 1]
-    for role, axis in enumerate(AXES):
-        for name in roles[axis]:
-            sizes[role] *= ranks.shape[names.index(name)]
+    sizes = [math.prod(ranks.shape[names.index(name)] for name in roles[axis]) for axis in AXES]
     return ranks.permute(*used, *others).reshape(sizes)
 
 

@@ -59,8 +59,9 @@ class SharedQueues:
         self._rank, self._seconds = dist.get_rank(group), seconds
         # Whoever shares memory is a process of this host, whose end can be asked of the kernel at once.
         self._pulses = {rank: _Pulse(process) for rank, process in self.memory.peers.items()}
+        bounds = range(_QUEUES, _QUEUES + _QUEUE_WORDS * ranks + 1, _QUEUE_WORDS)
         self._queues = {  # by sender and reader
-            rank: [_Queue(self.memory.words(rank)[start:stop]) for start, stop in pairwise(_bounds(ranks))]
+            rank: [_Queue(self.memory.words(rank)[start:stop]) for start, stop in pairwise(bounds)]
             for rank in (self._rank, *self.memory.peers)
             if self.memory.peers
         }
@@ -125,15 +126,12 @@ class SharedQueues:
                 self.memory.release(sender, self._received.pop(key).slot)
 
     def _open(self, descriptor: "_Descriptor", expected: Expected) -> Tensor:
-        problem = None
+        if (descriptor.tag, descriptor.size) == (expected.tag, expected.size):
+            return self.memory.view(expected.sender, descriptor.slot, descriptor.size)
+        self.memory.release(expected.sender, descriptor.slot)
         if descriptor.tag != expected.tag:
-            problem = f"rank {expected.sender} sent a message of another pass"
-        elif descriptor.size != expected.size:
-            problem = f"rank {expected.sender} sent {descriptor.size} bytes where {expected.size} were expected"
-        if problem:
-            self.memory.release(expected.sender, descriptor.slot)
-            raise OutOfStepError(problem)
-        return self.memory.view(expected.sender, descriptor.slot, descriptor.size)
+            raise OutOfStepError(f"rank {expected.sender} sent a message of another pass")
+        raise OutOfStepError(f"rank {expected.sender} sent {descriptor.size} bytes where {expected.size} were expected")
 
     def _drain(self, sender: int) -> None:
         for number, descriptor in self._queues[sender][self._rank].take():
@@ -175,10 +173,6 @@ class SharedQueues:
                     raise RuntimeError(f"rank {peer} of this ring has sent nothing for {now - started:.0f} s")
             time.sleep(sleep)
             sleep = min(_SLEEP_SECONDS, 1.5 * sleep)
-
-
-def _bounds(ranks: int) -> list[int]:
-    return [_QUEUES + _QUEUE_WORDS * reader for reader in range(ranks + 1)]
 
 
 class _Descriptor(NamedTuple):

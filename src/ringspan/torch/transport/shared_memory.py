@@ -7,10 +7,8 @@ import platform
 import secrets
 import weakref
 from bisect import insort
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Final
 
 import torch
@@ -209,16 +207,7 @@ def _open(handle: _Handle | None, namespace: str) -> _Memory | None:
         return None
     _, process, number, token = handle
     # Another host has other processes, or hides them from each other; whatever has that number here has no token.
-    with suppress(OSError, ValueError), _descriptor(Path("/proc", str(process), "fd", str(number))) as descriptor:
-        memory = _Memory(descriptor)
+    with suppress(OSError, ValueError), open(f"/proc/{process}/fd/{number}", "r+b", buffering=0) as file:
+        memory = _Memory(file.fileno())
         return memory if memory.read(0, _LINE) == token else None
     return None
-
-
-@contextmanager
-def _descriptor(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDWR)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)

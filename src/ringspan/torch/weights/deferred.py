@@ -172,6 +172,12 @@ def held_regions(parameter: DTensor) -> list[Region]:
     return [region_at(place.offsets, place.sizes) for place in places]
 
 
+def is_first_copy(parameter: DTensor) -> bool:
+    """Return True on the rank whose shard stands for those that equal it."""
+    mesh = parameter.device_mesh
+    return not any(p.is_replicate() and mesh.get_local_rank(axis) for axis, p in enumerate(parameter.placements))
+
+
 def region_at(offsets: Sequence[int], sizes: Sequence[int]) -> Region:
     return tuple(slice(at, at + size) for at, size in zip(offsets, sizes, strict=True))
 
@@ -257,12 +263,8 @@ def _slice(region: Region, x: Tensor, dim: int = 0, start: int | None = None, en
     return strided[(*(slice(None),) * dim, slice(None, None, step))]
 
 
-def _select(region: Region, x: Tensor, dim: int, number: int) -> Tensor:
-    return part(x, _selected(region, x, dim, number)).squeeze(dim % x.ndim)
-
-
-def _unbind(region: Region, x: Tensor, dim: int = 0, *, index: int) -> Tensor:
-    return _select(region, x, dim, index)
+def _select(region: Region, x: Tensor, dim: int = 0, index: int = 0) -> Tensor:
+    return part(x, _selected(region, x, dim, index)).squeeze(dim % x.ndim)
 
 
 def _split(region: Region, x: Tensor, size: int | Sequence[int], dim: int = 0, *, index: int) -> Tensor:
@@ -311,10 +313,6 @@ def _transpose(region: Region, x: Tensor, first: int, second: int) -> Tensor:
     return _permute(region, x, order)
 
 
-def _t(region: Region, x: Tensor) -> Tensor:
-    return _permute(region, x, list(reversed(range(x.ndim))))
-
-
 def _permute(region: Region, x: Tensor, order: Sequence[int]) -> Tensor:
     order = [dim % x.ndim for dim in order]
     inner = tuple(region[order.index(dim)] for dim in range(x.ndim))
@@ -330,7 +328,7 @@ _RULES: Final[dict[Any, Callable[..., Tensor]]] = {
     _aten._to_copy.default: _cast,
     _aten.slice.Tensor: _slice,
     _aten.select.int: _select,
-    _aten.unbind.int: _unbind,
+    _aten.unbind.int: _select,
     _aten.split.Tensor: _split,
     _aten.split_with_sizes.default: _split,
     _aten.cat.default: _cat,
@@ -338,6 +336,6 @@ _RULES: Final[dict[Any, Callable[..., Tensor]]] = {
     _aten.unsqueeze.default: _unsqueeze,
     _aten.squeeze.dim: _squeeze,
     _aten.transpose.int: _transpose,
-    _aten.t.default: _t,
+    _aten.t.default: lambda region, x: _permute(region, x, range(x.ndim)[::-1]),
     _aten.permute.default: _permute,
 }

@@ -13,7 +13,7 @@ from torch import Tensor
 from ringspan.core.errors import ConfigError
 from ringspan.core.files.named import read_small
 from ringspan.core.files.weights import files_to_download, refuse_beside, weights_in
-from ringspan.core.messages.lines import one_line
+from ringspan.core.messages.lines import one_line, refused
 from ringspan.torch.weights.deferred import Deferred, Region, deferred
 
 _log: Final = logging.getLogger(__name__)
@@ -37,10 +37,8 @@ class _Stored:
 
     def read(self, region: Region) -> Tensor:
         """Return a part, in mapped memory if its rows are whole."""
-        try:
+        with refused(f"{self._path}: {self.name} cannot be read", SafetensorError, OSError, ValueError, RuntimeError):
             return self._slice[region] if region else self._file.get_tensor(self.name)
-        except (SafetensorError, OSError, ValueError, RuntimeError) as error:
-            raise ConfigError(f"{self._path}: {self.name} cannot be read: {one_line(error)}") from error
 
 
 class WeightFiles:

@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from ringspan.core.errors import ConfigError
-from ringspan.core.messages.lines import one_line
+from ringspan.core.messages.lines import refused
 from ringspan.torch.weights.deferred import Deferred, held_regions, part, region_of, sources_of, whole
 from ringspan.torch.weights.files import WeightFiles
 from ringspan.torch.weights.packed import settle_packed
@@ -81,7 +81,7 @@ def unread_model(
     Renamed, merged, split and tied weights and dtypes are transformers' own doing. ConfigError, by ``where``, for
     missing or misshapen weights, or another model.
     """
-    try:
+    with refused(where, OSError, ValueError, KeyError, RuntimeError, SafetensorError):
         with torch.device("meta"):
             auto = model_class or auto_class(config)
             made = auto.from_config(config, trust_remote_code=trust_remote_code)
@@ -95,10 +95,6 @@ def unread_model(
             output_loading_info=True,
             generation_config=_generation_config(folder) if kind.can_generate() else None,
         )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError(f"{where}: {one_line(error)}") from error
     model, found = loaded
     check_loaded(where, found)
     model.__class__ = kind
@@ -178,9 +174,8 @@ def source_of(parameter: Tensor) -> Deferred | None:
 def sources_in(model: nn.Module) -> dict[str, Deferred]:
     """Return a model's unread parameters' sources by name, in file order."""
     found = {name: source for name, p in model.named_parameters() if (source := source_of(p)) is not None}
-    return dict(
-        sorted(found.items(), key=lambda pair: min((each.place for each in sources_of(pair[1])), default=(0, 0)))
-    )
+    places = {name: min((each.place for each in sources_of(source)), default=(0, 0)) for name, source in found.items()}
+    return {name: found[name] for name in sorted(found, key=places.__getitem__)}
 
 
 @contextmanager
@@ -231,8 +226,7 @@ def fill_shards(model: nn.Module, sources: dict[str, Deferred]) -> Exception | N
     for name, source in sources.items():
         parameter: Any = parameters[name]
         local, mesh = parameter.to_local(), parameter.device_mesh
-        copies = [axis for axis, placement in enumerate(parameter.placements) if placement.is_replicate()]
-        copies = [axis for axis in copies if mesh.size(axis) > 1]
+        copies = [axis for axis, p in enumerate(parameter.placements) if p.is_replicate() and mesh.size(axis) > 1]
         if all(mesh.get_local_rank(axis) == 0 for axis in copies) and problem is None:
             try:
                 for region in held_regions(parameter):

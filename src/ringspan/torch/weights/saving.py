@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,17 +13,20 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from ringspan.torch.transport.collectives import gather_over
-from ringspan.torch.weights.deferred import Deferred, Region, deferred, overlap, region_at, shape_of
+from ringspan.torch.weights.deferred import (
+    Deferred,
+    Region,
+    deferred,
+    held_regions,
+    is_first_copy,
+    overlap,
+    region_of,
+    shape_of,
+)
 from ringspan.torch.weights.writing import WeightsPlan
 
 Vote = Callable[[str, Exception | None], None]
 """Callback with this rank's action and error; raises on all ranks if one failed."""
-
-
-class _Held(NamedTuple):
-    rank: int
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
 
 
 class _Shards:
@@ -33,19 +36,18 @@ class _Shards:
         self.name, self.shape, self.dtype, self.place = name, tuple(tensor.shape), tensor.dtype, (place, 0)
         self._local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
         self.mine = _held_by_me(tensor, writer)
-        self.everyone: list[_Held] = []
+        self.everyone: list[tuple[int, Region]] = []
         self.writer = writer
 
     def read(self, region: Region) -> Tensor:
         rank, device = dist.get_rank(), self._local.device
         is_writer = rank == self.writer
         result = torch.empty(shape_of(region), dtype=self.dtype, device="cpu" if is_writer else "meta")
-        for held in self.everyone:
-            meeting = overlap(region, region_at(held.offsets, held.sizes))
-            if meeting is None:
+        for holder, held in self.everyone:
+            if (meeting := overlap(region, held)) is None:
                 continue
             here, there = meeting
-            if held.rank == rank:
+            if holder == rank:
                 piece = self._local[there]
                 if is_writer:
                     result[here] = piece.cpu()
@@ -53,7 +55,7 @@ class _Shards:
                     dist.send(piece.contiguous(), self.writer)
             elif is_writer:
                 piece = torch.empty(shape_of(here), dtype=self.dtype, device=device)
-                dist.recv(piece, held.rank)
+                dist.recv(piece, holder)
                 result[here] = piece.cpu()
         return result
 
@@ -122,13 +124,10 @@ def _tensors(model: PreTrainedModel) -> dict[str, Tensor]:
     return found
 
 
-def _held_by_me(tensor: Tensor, writer: int) -> _Held | None:
+def _held_by_me(tensor: Tensor, writer: int) -> tuple[int, Region] | None:
     rank = dist.get_rank()
     if not isinstance(tensor, DTensor):
-        return _Held(rank, (0,) * tensor.ndim, tuple(tensor.shape)) if rank == writer else None
-    mesh, placements = tensor.device_mesh, tensor.placements
-    if any(p.is_replicate() and mesh.get_local_rank(axis) > 0 for axis, p in enumerate(placements)):
+        return (rank, region_of(tensor.shape)) if rank == writer else None
+    if not is_first_copy(tensor):
         return None
-    local: Any = tensor
-    (place,) = local.__create_chunk_list__()
-    return _Held(rank, tuple(place.offsets), tuple(place.sizes)) if tensor.to_local().numel() else None
+    return next(((rank, region) for region in held_regions(tensor)), None)

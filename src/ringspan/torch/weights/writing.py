@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -86,32 +86,29 @@ class _Sink:
     def __init__(self, path: Path | None) -> None:
         self.problem: OSError | None = None
         self._file: Any = None
-        if path is not None:
-            self._try(lambda: path.open("wb"))
+        with self._noting():
+            self._file = None if path is None else path.open("wb")
 
-    def _try(self, action: Callable[[], Any]) -> None:
+    @contextmanager
+    def _noting(self) -> Iterator[None]:
         try:
-            result = action()
-            self._file = result if self._file is None else self._file
+            yield
         except OSError as error:
             self.problem = error
 
-    def put(self, data: bytes | Tensor) -> None:
-        if self._file is None or self.problem is not None:
-            return
-        if isinstance(data, Tensor):
-            numbers = data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            self._try(lambda: self._file.write(numbers.data))
-        else:
-            self._try(lambda: self._file.write(data))
+    def put(self, data: bytes | memoryview | Tensor) -> None:
+        if self._file is not None and self.problem is None:
+            if isinstance(data, Tensor):
+                data = data.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+            with self._noting():
+                self._file.write(data)
 
     def close(self) -> None:
         if self._file is not None:
-            if self.problem is None:
-                self._try(self._file.flush)
-            if self.problem is None:
-                self._try(lambda: os.fsync(self._file.fileno()))
-            self._try(self._file.close)
+            with self._noting(), self._file:
+                if self.problem is None:
+                    self._file.flush()
+                    os.fsync(self._file.fileno())
 
 
 def _size_in_bytes(size: int | str) -> int:
