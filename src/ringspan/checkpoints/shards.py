@@ -1,9 +1,7 @@
 """Tensors as files: a rank's chunks written as a shard, and read by slices on any mesh."""
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ from ringspan.core.files.disk import sync_file, sync_folder
 from ringspan.core.files.signed import file_digest
 from ringspan.core.messages.lines import refused
 from ringspan.torch.weights.deferred import Region, is_first_copy, overlap, region_at
+from ringspan.torch.weights.files import opened_files
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,7 @@ def write_shard(path: Path, chunks: Mapping[str, Chunk], origin: dict[str, str])
 
 
 def read_tensors(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor | Part]) -> None:
-    with opened_shards(folder) as shard, torch.no_grad():
+    with opened_files(folder) as shard, torch.no_grad():
         for name, tensor in tensors.items():
             entry = manifest.tensors.get(name)
             if entry is None:
@@ -94,19 +93,6 @@ def read_tensors(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor 
                 read_chunk(Chunk(chunk.offset, data), name, entry, folder, shard)
                 if data is not chunk.data:
                     chunk.data.copy_(data)
-
-
-@contextmanager
-def opened_shards(folder: Path) -> Iterator[Callable[[str], Any]]:
-    with ExitStack() as stack:
-
-        @cache
-        def opened(name: str) -> safe_open:
-            path = folder / name
-            with refused(f"{path}: is not a shard", SafetensorError, OSError, ValueError, error_type=CheckpointError):
-                return stack.enter_context(safe_open(path, "pt"))
-
-        yield opened
 
 
 def read_chunk(chunk: Chunk, name: str, entry: TensorEntry, folder: Path, shard: Callable[[str], Any]) -> None:

@@ -192,7 +192,8 @@ def targets_of(batch: Mapping[str, Tensor], real: Tensor | None) -> Tensor | Non
     for name in ("labels", "shift_labels"):
         if name not in batch:
             continue
-        _check_shape(batch, name)
+        if batch[name].shape != (shape := batch["input_ids"].shape):
+            raise UnsupportedError(f"{name} has shape {tuple(batch[name].shape)}, must have {tuple(shape)}")
         if batch[name].dtype not in _INTEGERS:
             raise UnsupportedError(f"{name} must be integers, got {batch[name].dtype}; convert them with .long()")
     if "shift_labels" in batch:
@@ -206,13 +207,6 @@ def targets_of(batch: Mapping[str, Tensor], real: Tensor | None) -> Tensor | Non
     name = "shift_labels" if "shift_labels" in batch else "labels"
     refuse_targets_of_padding(targets != IGNORED, real, name, int(name == "labels"))
     return targets
-
-
-def _check_shape(batch: Mapping[str, Tensor], name: str) -> None:
-    if batch[name].shape != batch["input_ids"].shape:
-        raise UnsupportedError(
-            f"{name} has shape {tuple(batch[name].shape)}, must have {tuple(batch['input_ids'].shape)}"
-        )
 
 
 def _shift(x: Tensor) -> Tensor:

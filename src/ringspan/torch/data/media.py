@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.core.messages.lines import one_line, shortened
+from ringspan.core.messages.lines import refused, shortened
 from ringspan.torch.data.padding import marked_tokens
 from ringspan.torch.transport.digest import digest_values
 
 # Of which kind each token is, as processors say it.
-_TOKEN_TYPES: Final = ("token_type_ids", "mm_token_type_ids")
+TOKEN_TYPES: Final = ("token_type_ids", "mm_token_type_ids")
 # What ``shard_batch`` takes beside the text.
 MEDIA: Final = frozenset(
     {
@@ -28,7 +28,7 @@ MEDIA: Final = frozenset(
         "pixel_values_videos",
         "second_per_grid_ts",
         "video_grid_thw",
-        *_TOKEN_TYPES,
+        *TOKEN_TYPES,
     }
 )
 
@@ -62,7 +62,7 @@ def media_of(batch: Mapping[str, Any]) -> Media | None:
     """Return a batch's media, None for text alone; UnsupportedError for misshapen or non-numeric inputs."""
     inputs = {name: _tensor(name, batch[name]) for name in sorted(MEDIA) if batch.get(name) is not None}
     tokens, mask = batch["input_ids"], batch.get("attention_mask")
-    for name in _TOKEN_TYPES:
+    for name in TOKEN_TYPES:
         if name in inputs and inputs[name].shape != tokens.shape:
             raise UnsupportedError(f"{name} has shape {tuple(inputs[name].shape)}, must have {tuple(tokens.shape)}")
     if not inputs:
@@ -72,12 +72,9 @@ def media_of(batch: Mapping[str, Any]) -> Media | None:
 
 def _tensor(name: str, value: object) -> Tensor:
     """Return an input as a tensor, since models look there for per-image numbers."""
-    try:
+    where = f"{name} must be a tensor or a list of numbers, got a {type(value).__name__}"
+    with refused(where, TypeError, ValueError, RuntimeError, error_type=UnsupportedError):
         made = torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UnsupportedError(
-            f"{name} must be a tensor or a list of numbers, got a {type(value).__name__}: {one_line(error)}"
-        ) from error
     if name.endswith("_grid_thw"):
         check_numbers(name, made, ("frames", "rows", "columns"))
     if name == "second_per_grid_ts" and made.ndim != 1:

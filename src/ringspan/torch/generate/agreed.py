@@ -1,6 +1,5 @@
 """Decisions that ranks share while generating: random numbers, clocks, stopping criteria."""
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -49,15 +48,6 @@ def _states(device: torch.device) -> list[tuple[Callable[[], Tensor], Callable[[
     if device.type == "cuda":
         states.append((lambda: torch.cuda.get_rng_state(device), lambda state: torch.cuda.set_rng_state(state, device)))
     return states
-
-
-class Clock(StoppingCriteria):
-    def __init__(self, seconds: float) -> None:
-        self._end = time.monotonic() + seconds
-
-    def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Any:
-        is_over = time.monotonic() >= self._end
-        return torch.full((len(input_ids),), is_over, dtype=torch.bool, device=input_ids.device)
 
 
 class AgreedCriteria(StoppingCriteria):

@@ -59,25 +59,6 @@ class CacheCost(NamedTuple):
         return math.exp(self.loss_then)
 
 
-@torch.no_grad()
-def cache_cost(model: "RingGenerator", ids: Tensor, dtype: CacheDtypeName, scored: int) -> CacheCost:
-    """Read all but the last ``scored`` + 1 tokens of ids (B, L) into both caches, and score the last over each."""
-    if ids.ndim != 2 or not 1 <= scored <= ids.shape[1] - 2:
-        raise UnsupportedError(f"scored={scored} of {tuple(ids.shape)} tokens: at least one must be read, one scored")
-    losses: list[float] = []
-    last: list[Tensor] = []
-    sizes: list[int] = []
-    for kind in (None, dtype):
-        cache = model.new_cache(kind)
-        model(ids[:, : -scored - 1], past_key_values=cache, use_cache=True, logits_to_keep=1)
-        logits = model(ids[:, -scored - 1 : -1], past_key_values=cache, use_cache=True).logits.float()
-        losses.append(float(F.cross_entropy(logits.flatten(0, 1), ids[:, -scored:].flatten().to(logits.device))))
-        last.append(logits[:, -1])
-        sizes.append(cache.nbytes)
-    error = float((last[1] - last[0]).norm() / last[0].norm())
-    return CacheCost(losses[0], losses[1], error, sizes[0], sizes[1])
-
-
 class RingGenerator(RingCausalLM):
     ring_is_generating = False
     ring_prefill_tokens = PREFILL_TOKENS
@@ -161,9 +142,24 @@ class RingGenerator(RingCausalLM):
         with in_call("loading a cache"):
             return load(self, folder, self.new_cache(dtype))
 
+    @torch.no_grad()
     def cache_cost(self: Any, ids: Tensor, dtype: CacheDtypeName, scored: int = 256) -> CacheCost:
         """Measure a cache dtype's cost by the loss of a text's (B, L) last ``scored`` tokens; on every rank."""
-        return cache_cost(self, ids, dtype, scored)
+        if ids.ndim != 2 or not 1 <= scored <= ids.shape[1] - 2:
+            raise UnsupportedError(
+                f"scored={scored} of {tuple(ids.shape)} tokens: at least one must be read, one scored"
+            )
+
+        def over(cache: RingCache) -> tuple[float, Tensor]:
+            self(ids[:, : -scored - 1], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            logits = self(ids[:, -scored - 1 : -1], past_key_values=cache, use_cache=True).logits.float()
+            targets = ids[:, -scored:].flatten().to(logits.device)
+            return float(F.cross_entropy(logits.flatten(0, 1), targets)), logits[:, -1]
+
+        cache, other = self.new_cache(), self.new_cache(dtype)
+        (loss, last), (loss_then, last_then) = over(cache), over(other)
+        error = float((last_then - last).norm() / last.norm())
+        return CacheCost(loss, loss_then, error, cache.nbytes, other.nbytes)
 
     @torch.no_grad()
     def generate(self: Any, *args: object, weights: str = "auto", **kwargs: object) -> Any:

@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig
+from transformers import GenerationConfig, MaxTimeCriteria
 from transformers.generation.utils import GenerationMixin
 
 from ringspan.core.arguments import PREFILL_TOKENS
@@ -17,7 +17,7 @@ from ringspan.torch.consistency.fixed import check_fixed
 from ringspan.torch.consistency.forward import check_entries
 from ringspan.torch.data.media import MEDIA, Media, media_of
 from ringspan.torch.data.padding import marked_tokens
-from ringspan.torch.generate.agreed import AgreedCriteria, Clock
+from ringspan.torch.generate.agreed import AgreedCriteria
 from ringspan.torch.generate.cache.cache import RingCache, check_cache
 from ringspan.torch.generate.cache.identity import reader_of
 from ringspan.torch.generate.positions import whole_positions
@@ -64,7 +64,7 @@ def agreed_options(
     arguments.setdefault("synced_gpus", False)  # replicas gather no weights from each other
     if (seconds := _asked(config, arguments, "max_time")) is not None:
         arguments["max_time"] = None
-        clock = Clock(float(seconds))
+        clock = MaxTimeCriteria(float(seconds))
         arguments["stopping_criteria"] = [*(arguments.get("stopping_criteria") or ()), clock]
         if config.max_time is not None:
             arguments["generation_config"] = config = GenerationConfig(**{**config.to_dict(), "max_time": None})

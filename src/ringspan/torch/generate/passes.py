@@ -19,7 +19,7 @@ from ringspan.core.geometry.shares import Runs
 from ringspan.torch.attention.cached import Reach, Turn
 from ringspan.torch.consistency.calls import meeting
 from ringspan.torch.consistency.forward import check_entries
-from ringspan.torch.data.media import MEDIA, Media, media_of
+from ringspan.torch.data.media import MEDIA, TOKEN_TYPES, Media, media_of
 from ringspan.torch.data.padding import marked_tokens
 from ringspan.torch.generate.cache.cache import RingCache, check_cache
 from ringspan.torch.generate.cache.identity import reader_of
@@ -103,7 +103,7 @@ def _media(model: RingModel, asked: CachePass, given: dict[str, Any]) -> Media |
     wanted = [each.cut.pixels for each in kind.modalities] + ([kind.blocks] if kind.is_prefix else [])
     if not isinstance(ids, Tensor) or not any(name in inputs for name in wanted):
         return None
-    for name in {"token_type_ids", "mm_token_type_ids"} & set(inputs):  # of the whole text
+    for name in set(TOKEN_TYPES) & set(inputs):  # of the whole text
         inputs[name] = inputs[name][:, -ids.shape[1] :]
     real = {} if mask is None else {"attention_mask": mask[:, -ids.shape[1] :]}
     media = media_of({"input_ids": ids, **real, **inputs})

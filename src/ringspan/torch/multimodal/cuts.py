@@ -37,6 +37,9 @@ class Cut:
     def pixels(self) -> str:
         return self.names[0]
 
+    def given(self, inputs: Inputs) -> dict[str, Tensor]:
+        return {name: inputs[name] for name in self.names if name in inputs}
+
     def check(self, inputs: Inputs) -> None:
         if inputs[self.pixels].ndim != len(self.form.split(",")):
             raise UnsupportedError(f"{self.pixels} must be {self.form}, got {tuple(inputs[self.pixels].shape)}")
@@ -44,7 +47,7 @@ class Cut:
             raise UnsupportedError(f"{self.pixels} needs {lacking[0]} too, which the processor returns")
         if "image_sizes" in inputs:
             check_numbers("image_sizes", inputs["image_sizes"], ("height", "width"))
-        counts = {name: len(inputs[name]) for name in self.names if name in inputs}
+        counts = {name: len(value) for name, value in self.given(inputs).items()}
         if len(set(counts.values())) > 1:
             raise UnsupportedError(
                 f"{' and '.join(counts)} are for different numbers of images: "
@@ -82,7 +85,7 @@ class Cut:
         return None
 
     def take(self, inputs: Inputs, units: range) -> dict[str, Tensor]:
-        return {name: inputs[name][units.start : units.stop] for name in self.names if name in inputs}
+        return {name: value[units.start : units.stop] for name, value in self.given(inputs).items()}
 
     def rows(self, made: Tensor | Sequence[Tensor], inputs: Inputs, units: range) -> list[Tensor]:
         return pieces_of(made)
@@ -159,7 +162,7 @@ class ImagesOfExamples(Cut):
     """Idefics' pixels (B, I, C, H, W), zero images as padding, and their mask (B, I, H, W)."""
 
     def check(self, inputs: Inputs) -> None:
-        shapes = {name: tuple(inputs[name].shape[:2]) for name in self.names if name in inputs}
+        shapes = {name: tuple(value.shape[:2]) for name, value in self.given(inputs).items()}
         if inputs[self.pixels].ndim != 5 or len(set(shapes.values())) > 1:
             raise UnsupportedError(f"{self.pixels} must be (examples, images, channels, height, width), got {shapes}")
 
@@ -168,7 +171,7 @@ class ImagesOfExamples(Cut):
 
     def take(self, inputs: Inputs, units: range) -> dict[str, Tensor]:
         real = self._real(inputs)[units.start : units.stop]
-        return {name: inputs[name].flatten(0, 1)[real][None] for name in self.names if name in inputs}
+        return {name: value.flatten(0, 1)[real][None] for name, value in self.given(inputs).items()}
 
     def _real(self, inputs: Inputs) -> Tensor:
         return inputs[self.pixels].flatten(0, 1).flatten(1).any(-1).nonzero()[:, 0]
@@ -228,12 +231,7 @@ class ImagesOfTiles(Cut):
 class FramesOfVideos(Cut):
     """LLaVA-OneVision's videos (V, F, C, H, W), each followed by a learned line break."""
 
-    def check(self, inputs: Inputs) -> None:
-        if inputs[self.pixels].ndim != 5:
-            raise UnsupportedError(
-                f"{self.pixels} must be (videos, frames, channels, height, width), got "
-                f"{tuple(inputs[self.pixels].shape)}"
-            )
+    form: ClassVar[str] = "(videos, frames, channels, height, width)"
 
     def costs(self, inputs: Inputs) -> list[int]:
         return [1] * (inputs[self.pixels].shape[0] * inputs[self.pixels].shape[1])

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -86,7 +86,7 @@ class SharedTowers:
 
     def add(self, modality: Modality, inputs: Inputs, *, is_counted: bool) -> None:
         """Share out inputs of the whole batch, or run the cheapest and discard it."""
-        inputs = {name: inputs[name] for name in modality.cut.names if name in inputs}
+        inputs = modality.cut.given(inputs)
         share = share_out(modality.cut.costs(inputs), self.ranks)[self.rank] if is_counted else range(0)
         self.works[modality.name] = Work(modality, inputs, share or cheapest_of(modality, inputs), bool(share))
 
@@ -190,7 +190,7 @@ def find_pass(model: RingModel, media: Media | None, tokens: int, lengths: Tenso
     if kind is None:
         return None
     own = {} if media is None else media.inputs
-    inputs = {each.name: _of(each, own) for each in kind.modalities if each.cut.pixels in own}
+    inputs: dict[str, Inputs] = {each.name: each.cut.given(own) for each in kind.modalities if each.cut.pixels in own}
     if model.ring_mesh["replicate"].size() > 1:
         inputs = _with_replicas(model.ring_mesh, kind, inputs)
     if not inputs and (media is None or not kind.has_grid_positions):
@@ -198,10 +198,6 @@ def find_pass(model: RingModel, media: Media | None, tokens: int, lengths: Tenso
     ring = model.ring_mesh["ring"]
     split = BatchLayout.of(model.ring_layout, ring.size() * tokens, ring.size(), lengths)
     return MediaPass(model, media, inputs, split, lengths)
-
-
-def _of(modality: Modality, inputs: Inputs) -> Inputs:
-    return {name: inputs[name] for name in modality.cut.names if name in inputs}
 
 
 def _with_replicas(mesh: DeviceMesh, kind: Kind, inputs: dict[str, Inputs]) -> dict[str, Inputs]:
@@ -241,22 +237,17 @@ def _features(
         vars(inner)["ring_pass"] = current
 
 
-class _Images(RingTowers):
-    def get_image_features(self: Any, *args: object, **kwargs: object) -> object:
-        return _features(self, "image", super().get_image_features, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+def _mixin(name: str) -> type[RingTowers]:
+    method = f"get_{name}_features"
+
+    def features(self: Any, *args: object, **kwargs: object) -> object:
+        return _features(self, name, getattr(super(mixin, self), method), args, kwargs)
+
+    mixin = type(f"_Towers_{name}", (RingTowers,), {method: features})
+    return mixin
 
 
-class _Videos(RingTowers):
-    def get_video_features(self: Any, *args: object, **kwargs: object) -> object:
-        return _features(self, "video", super().get_video_features, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-class _Sound(RingTowers):
-    def get_audio_features(self: Any, *args: object, **kwargs: object) -> object:
-        return _features(self, "audio", super().get_audio_features, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-
-
-_MIXINS: dict[str, type] = {"audio": _Sound, "image": _Images, "video": _Videos}
+_MIXINS: Final = {name: _mixin(name) for name in ("audio", "image", "video")}
 
 
 class PromptImages(SharedTowers):

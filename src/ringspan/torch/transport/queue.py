@@ -126,12 +126,15 @@ class SharedQueues:
                 self.memory.release(sender, self._received.pop(key).slot)
 
     def _open(self, descriptor: "_Descriptor", expected: Expected) -> Tensor:
-        if (descriptor.tag, descriptor.size) == (expected.tag, expected.size):
-            return self.memory.view(expected.sender, descriptor.slot, descriptor.size)
-        self.memory.release(expected.sender, descriptor.slot)
+        problem = None
         if descriptor.tag != expected.tag:
-            raise OutOfStepError(f"rank {expected.sender} sent a message of another pass")
-        raise OutOfStepError(f"rank {expected.sender} sent {descriptor.size} bytes where {expected.size} were expected")
+            problem = f"rank {expected.sender} sent a message of another pass"
+        elif descriptor.size != expected.size:
+            problem = f"rank {expected.sender} sent {descriptor.size} bytes where {expected.size} were expected"
+        if problem:
+            self.memory.release(expected.sender, descriptor.slot)
+            raise OutOfStepError(problem)
+        return self.memory.view(expected.sender, descriptor.slot, descriptor.size)
 
     def _drain(self, sender: int) -> None:
         for number, descriptor in self._queues[sender][self._rank].take():

@@ -2,7 +2,9 @@
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,7 +12,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ringspan.core.errors import ConfigError
+from ringspan.core.errors import CheckpointError, ConfigError
 from ringspan.core.files.named import read_small
 from ringspan.core.files.weights import files_to_download, refuse_beside, weights_in
 from ringspan.core.messages.lines import one_line, refused
@@ -105,6 +107,20 @@ def folder_of(
             _log.info("%s: its files cannot be listed: %s", name, one_line(error))
     options: dict[str, Any] = {"revision": revision, "local_files_only": local_files_only}
     return Path(snapshot_download(repository, allow_patterns=[*wanted, *more], **options), subfolder)
+
+
+@contextmanager
+def opened_files(folder: Path) -> Iterator[Callable[[str], Any]]:
+    """Open a folder's shards on demand, each once; CheckpointError for a file that is none."""
+    with ExitStack() as stack:
+
+        @cache
+        def opened(name: str) -> safe_open:
+            path = folder / name
+            with refused(f"{path}: is not a shard", SafetensorError, OSError, ValueError, error_type=CheckpointError):
+                return stack.enter_context(safe_open(path, "pt"))
+
+        yield opened
 
 
 def _open(path: Path) -> safe_open:

@@ -18,14 +18,13 @@ from ringspan.core.errors import ConfigError
 from ringspan.core.messages.lines import refused
 from ringspan.torch.data.batch import IGNORED
 from ringspan.torch.data.media import MEDIA as INPUTS
+from ringspan.torch.data.media import TOKEN_TYPES
 from ringspan.train.data.messages import MEDIA, Example
 
 VIDEO_REMEDY: Final = (
     "processors of video take torchvision, of the release that fits this torch, and read files with torchcodec: pip "
     "install torchvision torchcodec"
 )
-# Of each token; the rest of what a processor returns is of images.
-_OF_TOKENS: Final = ("token_type_ids", "mm_token_type_ids")
 # As transformers looks for it, and Jinja's other way to keep the space before.
 _ANSWER: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
@@ -92,7 +91,7 @@ class SeenSequences:
         }
         for name in INPUTS & set(made):
             value = torch.as_tensor(made[name])
-            sequence[name] = _padded(value[0], length, 0) if name in _OF_TOKENS else value
+            sequence[name] = _padded(value[0], length, 0) if name in TOKEN_TYPES else value
         return sequence
 
     def batch(self, indices: Sequence[int]) -> dict[str, Tensor]:
@@ -102,7 +101,7 @@ class SeenSequences:
             parts = [row[name] for row in rows if name in row]
             if parts[0].ndim == 1 and len(parts[0]) == self.sequence_length_tokens and name not in INPUTS:
                 found[name] = torch.stack(parts)
-            elif name in _OF_TOKENS:
+            elif name in TOKEN_TYPES:
                 found[name] = torch.stack([row.get(name, torch.zeros_like(rows[0]["input_ids"])) for row in rows])
             elif len({part.shape[1:] for part in parts}) > 1:
                 places = ", ".join(self._examples[index].place for index in indices)

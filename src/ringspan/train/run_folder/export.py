@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ringspan.checkpoints.manifest import TensorEntry, read_manifest, verify
-from ringspan.checkpoints.shards import Chunk, opened_shards, read_chunk
+from ringspan.checkpoints.shards import Chunk, read_chunk
 from ringspan.core.errors import CheckpointError, ConfigError
 from ringspan.core.files.named import ADAPTER_CONFIG, read_small
 from ringspan.core.messages.lines import one_line, refused
@@ -26,6 +26,7 @@ from ringspan.torch.layers.view import RingModel
 from ringspan.torch.model.adapters import adapter_weights, base_of, is_peft
 from ringspan.torch.model.saving import voted
 from ringspan.torch.weights.deferred import Region, deferred, shape_of
+from ringspan.torch.weights.files import opened_files
 from ringspan.torch.weights.loading import auto_class
 from ringspan.torch.weights.saving import plan_files, plan_weights, saved_names, write_weights
 from ringspan.torch.weights.writing import MAX_SHARD_SIZE, WeightsPlan, missing_room
@@ -273,6 +274,6 @@ class _Saved:
 
     def read(self, region: Region) -> Tensor:
         chunk = Chunk(tuple(each.start for each in region), torch.empty(shape_of(region), dtype=self.dtype))
-        with opened_shards(self._folder) as shard:
+        with opened_files(self._folder) as shard:
             read_chunk(chunk, self.name, self._entry, self._folder, shard)
         return chunk.data

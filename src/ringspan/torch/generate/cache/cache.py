@@ -272,14 +272,9 @@ class RingLayer(Rearranged, CacheLayerMixin):
 
     def first_seen_after(self, length: int) -> int:
         """Return the first position visible to a token at ``length`` or later."""
-        if self.kind is None:
-            return 0
-        if self.kind.window is not None:
-            return max(0, length - self.kind.window + 1)
-        if self.kind.chunk is not None:
-            # Sequences with padding on their left begin their chunks later, so that one more may reach back.
-            return max(0, length - self.kind.chunk + 1)
-        return 0
+        # Sequences with padding on their left begin their chunks later, so that one more may reach back.
+        reach = None if self.kind is None else self.kind.window or self.kind.chunk
+        return 0 if reach is None else max(0, length - reach + 1)
 
     def forget(self) -> None:
         first = self.first_seen_after(self.length)

@@ -5,11 +5,11 @@
 import hashlib
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
 import torch
+import torch.distributed as dist
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -21,7 +21,7 @@ from ringspan.core.files.disk import sync_file, sync_folder, write_synced
 from ringspan.core.files.named import why_no_folder
 from ringspan.core.files.signed import digest_of, file_digest, read_signed, signed, why_not_written
 from ringspan.core.geometry.shares import Runs, runs_from
-from ringspan.core.messages.lines import one_line, shortened
+from ringspan.core.messages.lines import one_line, refused, shortened
 from ringspan.torch.consistency.calls import meeting
 from ringspan.torch.generate.cache.cache import RingCache, RingLayer
 from ringspan.torch.generate.cache.identity import config_of, reader_of, weights_digest
@@ -30,7 +30,8 @@ from ringspan.torch.layers.view import RingModel
 from ringspan.torch.memory.sharding import settle
 from ringspan.torch.model.config_changes import deciding_fields
 from ringspan.torch.multimodal.kinds import has_grid_positions, is_of
-from ringspan.torch.transport.collectives import gather
+from ringspan.torch.transport.collectives import gather_over
+from ringspan.torch.weights.files import opened_files
 
 MANIFEST: Final = "manifest.json"
 _HALVES: Final = "keys", "values"
@@ -92,8 +93,7 @@ def save(model: Any, cache: Any, folder: str | Path) -> None:
         target,
         lambda: written.append(_write(scratch, cache, cache.rank * tp[1] + tp[0], tp[0])) if is_writer else None,
     )
-    for axis in reversed(mesh.mesh_dim_names or ()):
-        written = [share for part in gather(written, mesh[axis].get_group()) for share in part]
+    written = [share for part in gather_over(mesh, written) for share in part]
     saved = SavedCache(
         model=class_name(model),
         config=config_of(model),
@@ -210,9 +210,7 @@ def _check(model: RingModel, folder: Path, manifests: list[SavedCache]) -> dict[
                 f"not {shortened(str(mine.get(name)))}; load it with that model"
             )
     mesh = model.ring_mesh
-    number = 0
-    for axis in mesh.mesh_dim_names or ():
-        number = number * mesh[axis].size() + mesh.get_local_rank(axis)
+    number = mesh.mesh.flatten().tolist().index(dist.get_rank())
     for share in saved.shares[number :: mesh.size()]:
         if problem := why_not_written(folder / share.file, share.bytes, share.sha256):
             raise CheckpointError(f"{folder / share.file}: {problem}; its content is damaged; save it again")
@@ -229,25 +227,16 @@ def _fill(model: RingModel, folder: Path, saved: SavedCache, cache: RingCache) -
         cache.shares.deal(saved.length)
     device = next(iter(model.get_input_embeddings().parameters())).device
     runs = cache.shares.runs()[cache.rank]
-    with ExitStack() as stack:
-        files: dict[str, Any] = {}
-
-        def opened(name: str) -> safe_open:
-            if name not in files:
-                files[name] = stack.enter_context(safe_open(folder / name, "pt"))
-            return files[name]
-
-        try:
-            _fill_ids(model, folder, opened(saved.shares[0].file), cache)
-            for index, (layer, entry) in enumerate(zip(cache.keepers, saved.layers, strict=True)):
-                count = entry.heads // tp[1]
-                heads = slice(tp[0] * count, (tp[0] + 1) * count)
-                held = tuple(runs_from(runs, entry.first))
-                parts = (_gathered(opened, saved, f"{index}.{half}", entry, held, heads) for half in _HALVES)
-                keys, values = (part.to(device) for part in parts)
-                layer.fill(keys, values, saved.length, entry.first)
-        except (SafetensorError, ValueError, KeyError, IndexError) as error:
-            raise CheckpointError(f"{folder}: cannot be read: {one_line(error)}") from error
+    kinds = SafetensorError, ValueError, KeyError, IndexError
+    with opened_files(folder) as opened, refused(f"{folder}: cannot be read", *kinds, error_type=CheckpointError):
+        _fill_ids(model, folder, opened(saved.shares[0].file), cache)
+        for index, (layer, entry) in enumerate(zip(cache.keepers, saved.layers, strict=True)):
+            count = entry.heads // tp[1]
+            heads = slice(tp[0] * count, (tp[0] + 1) * count)
+            held = tuple(runs_from(runs, entry.first))
+            parts = (_gathered(opened, saved, f"{index}.{half}", entry, held, heads) for half in _HALVES)
+            keys, values = (part.to(device) for part in parts)
+            layer.fill(keys, values, saved.length, entry.first)
     if _ids_digest(cache.ids) != saved.ids_sha256:
         raise CheckpointError(f"{folder}: its tokens are not those that it says it holds; save it again")
 
