@@ -219,7 +219,7 @@ def of_another_config(mesh: Any, folder: str) -> Any:
         model: Any = rs.parallelize(build("llama", rms_norm_eps=eps), mesh)
         optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
         if eps == 1e-6:
-            save_optimizer(Path(folder), model, optimizer, 1, mesh, "zigzag")
+            save_optimizer(Path(folder), model, optimizer, 1)
         load_optimizer(Path(folder), model, optimizer)
 
 

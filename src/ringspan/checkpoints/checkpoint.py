@@ -77,7 +77,7 @@ class Checkpoints:
         self._error: CheckpointError | None = None
         self.newest_step: int | None = None
         """The last step that was committed or loaded here."""
-        self._together(f"{folder}: cannot be prepared", self._clean)
+        self._on_first(f"{folder}: cannot be prepared", self._clean)
 
     def save(
         self,
@@ -122,9 +122,8 @@ class Checkpoints:
 
     def find(self) -> Found:
         """Find the newest checkpoint whose manifest and shards verify, sharing the reading."""
-        candidates = self._together(f"{self.folder}: cannot be read", self._candidates)[0]
         found = Found()
-        for name in candidates:
+        for name in reversed(self._on_first(f"{self.folder}: cannot be read", lambda: saved_steps(self.folder))):
             try:
                 found.folder, found.manifest = self.folder / name, self.check(self.folder / name)
                 self.newest_step = found.manifest.step
@@ -172,12 +171,11 @@ class Checkpoints:
         try:
             # All sizes first: whether there is room is known before a byte is written.
             sizes = self._together("", lambda: snapshot.num_bytes)
-            self._together("no checkpoint", lambda: self._make_room(scratch, sum(sizes)))
+            self._on_first("no checkpoint", lambda: self._make_room(scratch, sum(sizes)))
+            what = f"step {snapshot.step} not saved"
             try:
-                parts = self._together(f"step {snapshot.step} not saved", lambda: _write_shard(scratch, self, snapshot))
-                self._together(
-                    f"step {snapshot.step} not saved", lambda: self._commit(scratch, complete, snapshot, parts)
-                )
+                parts = self._together(what, lambda: _write_shard(scratch, self, snapshot))
+                self._on_first(what, lambda: self._commit(scratch, complete, snapshot, parts))
             # A half-written folder would take the room that the next save needs.
             except BaseException:
                 if self._rank == 0:
@@ -190,8 +188,6 @@ class Checkpoints:
             self._error = CheckpointError(f"step {snapshot.step} not saved: {error}")
 
     def _make_room(self, scratch: Path, num_bytes: int) -> None:
-        if self._rank != 0:
-            return
         free = shutil.disk_usage(self.folder).free
         needed = num_bytes + _HEADROOM_BYTES
         # A disk that fills up halfway fails on some ranks and not on others, and has cost the time of the save.
@@ -202,8 +198,6 @@ class Checkpoints:
         scratch.mkdir()
 
     def _commit(self, scratch: Path, complete: Path, snapshot: _Snapshot, parts: Sequence["_Part"]) -> None:
-        if self._rank != 0:
-            return
         whole = {name: entry for part in parts for name, entry in part.whole.items()}
         pieces: dict[str, list[Piece]] = {name: [] for name in whole}
         for part in parts:
@@ -233,25 +227,22 @@ class Checkpoints:
         write_synced(self.folder / _LATEST, complete.name + "\n")
         sync_folder(self.folder)
         # Later ones, which a run that was set back has not reached again, do not count as kept.
-        old = [path for path in self._steps() if path.name <= complete.name]
-        for path in old[: -self._keep]:
-            _remove(path)
+        old = [name for name in saved_steps(self.folder) if name <= complete.name]
+        for name in old[: -self._keep]:
+            _remove(self.folder / name)
         shutil.rmtree(self.folder / f"{complete.name}.tmp-replaced", ignore_errors=True)
 
     def _clean(self) -> None:
-        if self._rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for path in self.folder.glob("*.tmp-*"):
-                if path.is_dir():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for path in self.folder.glob("*.tmp-*"):
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
 
-    def _steps(self) -> list[Path]:
-        return sorted(path for path in self.folder.glob("step_*") if path.name.removeprefix("step_").isdecimal())
-
-    def _candidates(self) -> list[str]:
-        return [path.name for path in reversed(self._steps())] if self._rank == 0 else []
+    def _on_first(self, what: str, work: Callable[[], Any]) -> Any:
+        """Run ``work`` on the first rank; return its result on every rank, or raise its failure."""
+        return self._together(what, work if self._rank == 0 else lambda: None)[0]
 
     def _together(self, what: str, work: Callable[[], Any]) -> list[Any]:
         """Run ``work`` on every rank and return all results; a failure on one fails on all, so none waits forever."""
@@ -299,6 +290,11 @@ def _write_shard(folder: Path, checkpoints: Checkpoints, snapshot: _Snapshot) ->
         for tensor, chunk in snapshot.chunks.items()
     }
     return _Part(file=name, entry=entry, pieces=pieces, whole=whole)
+
+
+def saved_steps(folder: Path) -> list[str]:
+    """Return the names of a folder's checkpoints, the oldest first."""
+    return sorted(path.name for path in folder.glob("step_*") if path.name.removeprefix("step_").isdecimal())
 
 
 def _own_name(rank: int, name: str) -> str:

@@ -1,7 +1,7 @@
 """An accelerate training loop on a ring."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Never
 
@@ -130,27 +130,22 @@ class LoopAccelerator(RingAccelerator):
         """Save the state, optimizers' in shards that ``load_state`` reads on any mesh."""
         if not safe_serialization:
             raise UnsupportedError("safe_serialization=False writes pickles; leave it out")
-        with self._without_split() as (models, optimizers):
+        with self._without_split() as (models, optimizers), ExitStack() as stack:
 
             def write(_: object, weights: list[dict[str, Any]], folder: str) -> None:
                 weights.extend(self.get_state_dict(model) for model in models)
                 for number, optimizer in enumerate(optimizers):
-                    model = _model_of(optimizer, models)
-                    place = Path(folder) / f"optimizer_{number}"
-                    inner, layout = plain_optimizer(optimizer), model.ring_layout
-                    save_optimizer(place, model, inner, self.step, self.ring_mesh, layout)
+                    place, model = Path(folder) / f"optimizer_{number}", _model_of(optimizer, models)
+                    save_optimizer(place, model, plain_optimizer(optimizer), self.step)
 
-            hook = self.register_save_state_pre_hook(write)
-            try:
-                return super().save_state(output_dir, safe_serialization, **kwargs)
-            finally:
-                hook.remove()
+            stack.callback(self.register_save_state_pre_hook(write).remove)
+            return super().save_state(output_dir, safe_serialization, **kwargs)
 
     def load_state(
         self, input_dir: str | None = None, load_kwargs: dict[str, Any] | None = None, **kwargs: object
     ) -> None:
         """Load what ``save_state`` wrote on any mesh; CheckpointError if missing, damaged or another model's."""
-        with self._without_split() as (models, optimizers):
+        with self._without_split() as (models, optimizers), ExitStack() as stack:
 
             def read(_: object, folder: str) -> None:
                 for number, model in enumerate(models):
@@ -165,11 +160,8 @@ class LoopAccelerator(RingAccelerator):
                     model = _model_of(optimizer, models)
                     load_optimizer(Path(folder) / f"optimizer_{number}", model, plain_optimizer(optimizer))
 
-            hook = self.register_load_state_pre_hook(read)
-            try:
-                super().load_state(input_dir, load_kwargs, **kwargs)
-            finally:
-                hook.remove()
+            stack.callback(self.register_load_state_pre_hook(read).remove)
+            super().load_state(input_dir, load_kwargs, **kwargs)
 
     @contextmanager
     def _without_split(self) -> Iterator[tuple[list[RingModel], list[AcceleratedOptimizer]]]:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Final
 
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
@@ -19,21 +18,20 @@ from ringspan.core.errors import CheckpointError
 from ringspan.core.files.named import ADAPTER_WEIGHTS
 from ringspan.core.messages.lines import first_change
 from ringspan.torch.memory.local_optimizer import own_state
-from ringspan.torch.model.adapters import is_peft
+from ringspan.torch.model.adapters import base_of, is_peft
 
 FOLDER: Final = "ring_optimizer"
 _RUN: Final = "trainer"  # one folder holds one save, so there is nothing to tell apart
 
 
-def save_optimizer(
-    folder: Path, model: PreTrainedModel, optimizer: Optimizer, step: int, mesh: DeviceMesh, layout: str
-) -> None:
+def save_optimizer(folder: Path, model: PreTrainedModel, optimizer: Optimizer, step: int) -> None:
     """Write this rank's part of the optimizer state; raise CheckpointError on all ranks if one fails."""
-    sizes = {name: mesh[name].size() for name in mesh.mesh_dim_names or ()}
+    base: Any = base_of(model)
+    sizes = {name: base.ring_mesh[name].size() for name in base.ring_mesh.mesh_dim_names}
     with closing(Checkpoints(folder / FOLDER, run_id=_RUN, keep=1, asynchronous=False)) as checkpoints:
         state = {"groups": _settings(optimizer), "model": model_facts(model)}
         tensors = _state(model, optimizer)
-        error = checkpoints.save(step, tensors, own_state(optimizer), state, mesh=sizes, layout=layout)
+        error = checkpoints.save(step, tensors, own_state(optimizer), state, mesh=sizes, layout=base.ring_layout)
     if error is not None:
         raise error
 

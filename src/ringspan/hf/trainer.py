@@ -230,10 +230,8 @@ class RingTrainerMixin(TrainerSeams):
 
     def save_progress(self, output_dir: str) -> None:
         """Save the optimizer's state, each rank its part; and the scheduler's, by rank 0."""
-        optimizer = plain_optimizer(self.optimizer)
-        step, layout = self.state.global_step, self.ring.layout
         check_call(self.ring_mesh, Call("saving the optimizer"))  # unless what is saved before it has raised
-        save_optimizer(Path(output_dir), self.model, optimizer, step, self.ring_mesh, layout)
+        save_optimizer(Path(output_dir), self.model, plain_optimizer(self.optimizer), self.state.global_step)
         if self.args.should_save:
             torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, _SCHEDULER))
 

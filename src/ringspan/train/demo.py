@@ -105,19 +105,9 @@ def prove(folder: str, options: DemoOptions, say: Say = lambda line: None) -> di
     torch.set_num_threads(os.cpu_count() or 1)
     say("the same on one process, with transformers' own attention")
     # Its own copy, since ``parallelize`` has changed the first one.
-    plain = _load(folder)
-    # One process may not hold all activations of so long a text either.
-    checkpoint_layers(view_of(plain), "full")
-    with told(plain, say):
-        expected = plain(**batch).loss
-        expected.backward()
-    alone = {name: p.grad for name, p in plain.named_parameters() if p.grad is not None}
+    expected, alone = _differentiated(_load(folder), batch, say)
     say("the same in float64, to see which of the two is nearer (the slowest part)")
-    exact = _load(folder).double()
-    checkpoint_layers(view_of(exact), "full")
-    with told(exact, say):
-        exact(**batch).loss.backward()
-    truth = {name: p.grad for name, p in exact.named_parameters() if p.grad is not None}
+    _, truth = _differentiated(_load(folder).double(), batch, say)
     rows = [
         {"name": name, "norm": float(g.norm()), "relative_difference": _relative(gradients[name], g)}
         for name, g in alone.items()
@@ -134,6 +124,17 @@ def prove(folder: str, options: DemoOptions, say: Say = lambda line: None) -> di
             "one_process": max(_relative(alone[name], g) for name, g in truth.items()),
         },
     }
+
+
+def _differentiated(
+    model: PreTrainedModel, batch: dict[str, torch.Tensor], say: Say
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    # One process may not hold all activations of so long a text either.
+    checkpoint_layers(view_of(model), "full")
+    with told(model, say):
+        loss: torch.Tensor = model(**batch).loss
+        loss.backward()
+    return loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 @contextmanager

@@ -57,18 +57,15 @@ def train(config: TrainConfig, observer: Observer | None = None, *, then_exit: b
         Diverged: a loss or gradient that is not finite; no rank has applied it.
         CheckpointError: no checkpoint is valid, or the last could not be written.
     """
-    observer = observer or Observer()
+    observer = observer if observer and dist.get_rank() == 0 else Observer()
     run = Path(config.run)
     with RunLock(run) as lock:
         record = open_run(config, lock)
         config = record.config
-        is_first = dist.get_rank() == 0
-        doing = observer.doing if is_first else lambda what: None
-        job = prepare(config, None if record.is_new else tokenizer_of(run), doing)
+        job = prepare(config, None if record.is_new else tokenizer_of(run), observer.doing)
         begin_run(config, record, lock, job.model, job.tokenizer, job.data)
-        announce = observer.noticed if is_first else lambda line: None
         limits = Limits(**dict(config.watchdog))
-        with StopRequest(announce) as stop, Watchdog(limits, run / "watchdog") as watchdog:
+        with StopRequest(observer.noticed) as stop, Watchdog(limits, run / "watchdog") as watchdog:
             result = _Run(job, record, stop, watchdog, observer).train()
             if then_exit:
                 stop.ignore_from_now_on()
@@ -81,12 +78,9 @@ class _Run:
         self._stop, self._watchdog, self._observer = stop, watchdog, observer
         self._folder = Path(job.config.run)
         self._guard = Guard(job.config.guard, stop, job.device)
-        settings = job.config.checkpoints
+        settings, folder = job.config.checkpoints, self._folder / "checkpoints"
         self._checkpoints = Checkpoints(
-            self._folder / "checkpoints",
-            run_id=record.run_id,
-            keep=settings.keep,
-            asynchronous=settings.asynchronous,
+            folder, run_id=record.run_id, keep=settings.keep, asynchronous=settings.asynchronous
         )
         self._step, self._loss, self._eval_loss = 0, math.nan, None
         self._eval_step: int | None = None  # whose weights that was the loss of
@@ -200,10 +194,8 @@ class _Run:
                 layout=self._config.attention.layout,
             )
             self._notice(error)
-            if wait:
-                error = self._checkpoints.wait()
-                if error is not None:
-                    raise error
+            if wait and (error := self._checkpoints.wait()) is not None:
+                raise error
 
     def _export(self, folder: Path) -> None:
         dtype, merge = getattr(torch, self._config.model.dtype), self._config.adapter.merge
@@ -304,7 +296,7 @@ class _Run:
         return True
 
     def _notice(self, what: object) -> None:
-        if what is not None and dist.get_rank() == 0:
+        if what is not None:
             self._observer.noticed(str(what))
 
 

@@ -7,7 +7,7 @@ not from the file's folder.
 from dataclasses import fields
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.geometry.balanced import batch_layout
@@ -101,6 +101,9 @@ class MemoryConfig(Table):
         return self
 
 
+_Beta = Annotated[float, Field(ge=0, lt=1)]
+
+
 class OptimizerConfig(Table):
     """[optimizer]: AdamW with linear warm-up and cosine decay, and the size of a batch."""
 
@@ -108,7 +111,7 @@ class OptimizerConfig(Table):
     """Highest learning rate, reached after the warm-up."""
     weight_decay: float = Field(default=0.1, ge=0)
     """Decoupled weight decay."""
-    betas: tuple[float, float] = Field(default=(0.9, 0.95), strict=False)
+    betas: tuple[_Beta, _Beta] = Field(default=(0.9, 0.95), strict=False)
     """Decay of the first and the second moment, each in [0, 1)."""
     eps: float = Field(default=1e-8, gt=0)
     """Added to the root of the second moment."""
@@ -167,13 +170,6 @@ class OptimizerConfig(Table):
                 'optimizer.state = "float32"'
             )
         return self
-
-    @field_validator("betas")
-    @classmethod
-    def _betas_below_one(cls, value: tuple[float, float]) -> tuple[float, float]:
-        if not all(0 <= beta < 1 for beta in value):
-            raise ConfigError(f"optimizer.betas = {list(value)}: each should be in [0, 1); the default is [0.9, 0.95]")
-        return value
 
 
 class EvaluationConfig(Table):

@@ -9,6 +9,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, SupportsIndex
 
 import numpy as np
@@ -22,7 +23,7 @@ from ringspan.torch.data.batch import IGNORED
 from ringspan.train.config.data_table import DataConfig, DocumentsName
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data.documents import DocumentScan, scan_documents
-from ringspan.train.data.messages import Conversations, Example, read_conversations
+from ringspan.train.data.messages import Conversations, read_conversations
 from ringspan.train.data.seen import SeenSequences
 from ringspan.train.data.tokens import TokenStream, refuse_unknown_tokens, starts, tokenize
 
@@ -157,10 +158,7 @@ def build_seen(config: TrainConfig, processor: object) -> Data:
             f"data.eval_fraction = {settings.eval_fraction}: {len(examples)} conversation is too few to hold some out; "
             "add some, or set it to 0"
         )
-
-    def sequences(part: list[Example]) -> SeenSequences:
-        return SeenSequences(part, processor, sequence_length_tokens=settings.sequence_length_tokens)
-
+    sequences = partial(SeenSequences, processor=processor, sequence_length_tokens=settings.sequence_length_tokens)
     train = sequences(examples[: len(examples) - held_out])
     logger.info("%d conversations: %d to train on, %d held out", len(examples), len(train), held_out)
     return Data(
@@ -195,21 +193,11 @@ def build_data(
     # What pads is never a target and never attended to by a target; any id does.
     ids: Any = tokenizer.pad_token_id, tokenizer.eos_token_id, 0
     pad: int = next(i for i in ids if i is not None and i < vocabulary)
-
-    def sequences(start: int, stop: int) -> TokenSequences:
-        return TokenSequences(
-            stream,
-            start,
-            stop,
-            sequence_length_tokens=settings.sequence_length_tokens,
-            documents=settings.documents,
-            pad_token_id=pad,
-        )
-
+    shape: Any = {"sequence_length_tokens": settings.sequence_length_tokens, "documents": settings.documents}
+    sequences = partial(TokenSequences, stream, pad_token_id=pad, **shape)
     train = sequences(0, position)
     evaluation = sequences(position, len(stream)) if settings.eval_fraction else None
-    is_asked_for = _asks_for_evaluation(config)
-    if evaluation is not None and not (len(train) and len(evaluation)) and not is_asked_for:
+    if evaluation is not None and not (len(train) and len(evaluation)) and not _asks_for_evaluation(config):
         logger.warning("%d tokens are too few to hold some out: there is no evaluation", len(stream))
         train, evaluation = sequences(0, len(stream)), None
     if not len(train) or (evaluation is not None and not len(evaluation)):

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
+from ringspan.checkpoints.checkpoint import saved_steps
 from ringspan.checkpoints.manifest import TensorEntry, read_manifest, verify
 from ringspan.checkpoints.shards import Chunk, read_chunk
 from ringspan.core.errors import CheckpointError, ConfigError
@@ -253,11 +254,7 @@ def _settings_of(run: Path) -> TrainConfig:
 
 
 def _checkpoint_of(run: Path, step: int | None) -> Path:
-    there = sorted(
-        int(path.name.removeprefix("step_"))
-        for path in (run / "checkpoints").glob("step_*")
-        if path.name.removeprefix("step_").isdecimal()
-    )
+    there = [int(name.removeprefix("step_")) for name in saved_steps(run / "checkpoints")]
     if not there:
         raise ConfigError(f"{run}: has no checkpoint; train it first")
     chosen = there[-1] if step is None else step
