@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
-from transformers.generation.streamers import BaseStreamer, TextStreamer
+from transformers.generation.streamers import TextStreamer
 
 from ringspan.core.errors import ConfigError
 from ringspan.generate.folder import check_ids, load_model
@@ -150,34 +150,23 @@ class Session:
         return read
 
 
-class _Listener(BaseStreamer):
-    """A streamer on every rank for the watchdog and times; rank 0 passes text to the observer."""
+class _Listener(TextStreamer):
+    """A streamer on every rank, for the watchdog, times and the observer."""
 
     def __init__(self, watchdog: Watchdog, tokenizer: Tokenizer, observer: Observer) -> None:
-        self._watchdog, self._num_tokens, self.first = watchdog, -1, 0.0
-        self._text = _Text(tokenizer, observer) if dist.get_rank() == 0 else None
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self._watchdog, self._observer, self._num_tokens, self.first = watchdog, observer, -1, 0.0
 
     def put(self, value: object) -> None:
         self._num_tokens += 1
         self.wrote(self._num_tokens)
-        if self._text is not None:
-            self._text.put(value)
+        super().put(value)
 
     def wrote(self, num_tokens: int) -> None:
         if num_tokens == 1:
             self.first = time.perf_counter()
         if num_tokens:
             self._watchdog.be(num_tokens, "writing", PATIENCE_SECONDS)
-
-    def end(self) -> None:
-        if self._text is not None:
-            self._text.end()
-
-
-class _Text(TextStreamer):
-    def __init__(self, tokenizer: Tokenizer, observer: Observer) -> None:
-        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
-        self._observer = observer
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         self._observer.wrote(text)

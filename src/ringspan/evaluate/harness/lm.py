@@ -1,7 +1,7 @@
 """lm-evaluation-harness over the ring. S tokens of a request, C of its continuation, V vocabulary."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -171,14 +171,12 @@ class RingLM(TemplateLM):
         found: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
         order = sorted(range(len(requests)), key=lambda at: self._turn(*requests[at][1:]))
         try:
-            for at in tqdm(order, desc="Reading requests", disable=not self._shows(kwargs)):
-                self._on_request("reading a request")
+            for at in self._each(order, "Reading requests", "reading a request", is_silent=kwargs.get("disable_tqdm")):
                 asked, context, continuation = requests[at]
                 found[at] = self._scored(context, continuation)
                 self._keep("loglikelihood", asked, found[at])
         finally:
             self._cache = None
-        self._on_request(None)
         return found
 
     def _turn(self, context: list[int], continuation: list[int]) -> Any:
@@ -187,10 +185,9 @@ class RingLM(TemplateLM):
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return each text's log-probability, in windows of all positions if it is longer."""
-        shows = self._shows({"disable_tqdm": disable_tqdm})
-        return self._continued("loglikelihood_rolling", requests, lambda missing: self._rolled(missing, shows))
+        return self._continued("loglikelihood_rolling", requests, lambda missing: self._rolled(missing, disable_tqdm))
 
-    def _rolled(self, requests: list[Instance], shows: bool) -> list[float]:
+    def _rolled(self, requests: list[Instance], is_silent: bool) -> list[float]:
         texts = [str(request.args[0]) for request in requests]
         windows = [
             (at, *make_disjoint_window(window))
@@ -204,22 +201,19 @@ class RingLM(TemplateLM):
         ]
         windows.sort(key=lambda window: _longest_first(window[1] + window[2]))
         found, left = [0.0] * len(texts), Counter(window[0] for window in windows)
-        for at, context, continuation in tqdm(windows, desc="Scoring texts", disable=not shows):
-            self._on_request("scoring a text")
+        for at, context, continuation in self._each(windows, "Scoring texts", "scoring a text", is_silent=is_silent):
             found[at] += self._logprob(context, continuation)
             left[at] -= 1
             if not left[at]:
                 self._keep("loglikelihood_rolling", (texts[at],), found[at])
-        self._on_request(None)
         return found
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         if self.eot_token_id is None:
             raise ConfigError("the tokenizer has no eos_token, at which lm-eval's answers end; set one")
-        shows = self._shows({"disable_tqdm": disable_tqdm})
-        return self._continued("generate_until", requests, lambda missing: self._generated(missing, shows))
+        return self._continued("generate_until", requests, lambda missing: self._generated(missing, disable_tqdm))
 
-    def _generated(self, requests: list[Instance], shows: bool) -> list[str]:
+    def _generated(self, requests: list[Instance], is_silent: bool) -> list[str]:
         # In the order of lm-eval's own model: what is drawn depends on what was drawn before.
         every: list[Any] = [request.args for request in requests]
         ordered: Any = Collator(
@@ -229,12 +223,11 @@ class RingLM(TemplateLM):
             group_fn=lambda asked: asked[1],
         )
         found = []
-        for batch in tqdm(ordered.get_batched(n=1), "Writing answers", len(requests), disable=not shows):
-            self._on_request("writing an answer")
+        batches = ordered.get_batched(n=1)
+        for batch in self._each(batches, "Writing answers", "writing an answer", len(requests), is_silent=is_silent):
             ((context, given),) = batch
             found.append(self._written(context, given))
             self._keep("generate_until", (context, given), found[-1])
-        self._on_request(None)
         return ordered.get_original(found)
 
     def _written(self, context: str, given: dict[str, Any]) -> str:
@@ -260,8 +253,13 @@ class RingLM(TemplateLM):
         said = self.tokenizer.decode(whole[0, len(ids) :].tolist(), skip_special_tokens=True)
         return postprocess_generated_text(generation=said, stop=until, think_end_token=None)
 
-    def _shows(self, options: dict[str, Any]) -> bool:
-        return dist.get_rank() == 0 and not options.get("disable_tqdm")
+    def _each(
+        self, items: Iterable[Any], title: str, doing: str, total: int | None = None, *, is_silent: object
+    ) -> Iterator[Any]:
+        for item in tqdm(items, title, total, disable=bool(is_silent) or dist.get_rank() > 0):
+            self._on_request(doing)
+            yield item
+        self._on_request(None)
 
     def _check(self, tokens: int, what: str) -> None:
         if tokens > self.max_length:

@@ -121,18 +121,17 @@ def _choose_liger(
 ) -> Callable[..., Tensor] | None:
     """Return Liger's fused loss if wanted and able to sum the weight's gradient in float32, else None."""
     find_name("loss", impl, LOSS_NAMES, ConfigError)
-    other = reduction == "none" or group is not None or logit_scale != 1
-    unfit = other or not _is_cuda(hidden) or hidden.dtype == torch.float64
-    if impl == "blockwise" or (impl == "auto" and unfit):
+    reasons = {
+        "adds up the losses of all tokens; use 'blockwise' for reduction='none'": reduction == "none",
+        "needs the whole vocabulary on every rank; use 'blockwise'": group is not None,
+        f"knows no logit_scale={logit_scale}; use 'blockwise'": logit_scale != 1,
+        f"runs on CUDA, not on {hidden.device.type}; use 'blockwise'": not _is_cuda(hidden),
+    }
+    why = next((why for why, holds in reasons.items() if holds), None)
+    if impl == "blockwise" or (impl == "auto" and (why is not None or hidden.dtype == torch.float64)):
         return None
-    if reduction == "none":
-        raise ConfigError("loss 'liger' adds up the losses of all tokens; use 'blockwise' for reduction='none'")
-    if group is not None:
-        raise ConfigError("loss 'liger' needs the whole vocabulary on every rank; use 'blockwise'")
-    if logit_scale != 1:
-        raise ConfigError(f"loss 'liger' knows no logit_scale={logit_scale}; use 'blockwise'")
-    if not _is_cuda(hidden):
-        raise ConfigError(f"loss 'liger' runs on CUDA, not on {hidden.device.type}; use 'blockwise'")
+    if why is not None:
+        raise ConfigError(f"loss 'liger' {why}")
     if importlib.util.find_spec("liger_kernel") is not None:
         from liger_kernel.transformers import functional  # pyright: ignore[reportMissingImports]
 

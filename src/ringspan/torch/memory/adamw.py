@@ -126,21 +126,10 @@ def _keep_float32(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) 
 
 
 def _step(weight: Tensor, gradient: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-    adamw(
-        [weight],
-        [gradient],
-        [state["exp_avg"]],
-        [state["exp_avg_sq"]],
-        [],
-        [state["step"]],
-        amsgrad=False,
-        beta1=group["betas"][0],
-        beta2=group["betas"][1],
-        lr=group["lr"],
-        weight_decay=group["weight_decay"],
-        eps=group["eps"],
-        maximize=False,
-    )
+    beta1, beta2 = group["betas"]
+    options = {name: group[name] for name in ("lr", "weight_decay", "eps")}
+    tensors = [weight], [gradient], [state["exp_avg"]], [state["exp_avg_sq"]], [], [state["step"]]
+    adamw(*tensors, amsgrad=False, maximize=False, beta1=beta1, beta2=beta2, **options)
 
 
 def _on_host(like: Tensor, dtype: torch.dtype) -> Tensor:

@@ -4,7 +4,7 @@ import mmap
 import os
 import tempfile
 import weakref
-from functools import cache
+from functools import cache, partial
 from typing import Final
 
 import torch
@@ -154,19 +154,15 @@ class _Nowhere(_Parked):
 
     def __init__(self, tensor: Tensor, before: _Parked | None, folder: str | None) -> None:
         super().__init__(tensor, before, folder)
-        self._form = tuple(tensor.shape), tensor.dtype, tensor.device
+        self._empty = partial(torch.empty, tuple(tensor.shape), dtype=tensor.dtype, device=tensor.device)
         self._coming: Tensor | None = None
 
     def fetch(self) -> None:
-        shape, dtype, device = self._form
-        self._coming = torch.empty(shape, dtype=dtype, device=device)
+        self._coming = self._empty()
 
     def _bring(self) -> Tensor:
-        if self._coming is None:
-            self.fetch()
         coming, self._coming = self._coming, None
-        assert coming is not None
-        return coming
+        return self._empty() if coming is None else coming
 
 
 _PLACES: Final[dict[str, type[_Parked]]] = {"file": _Mapped, "pinned": _Pinned, "nowhere": _Nowhere}

@@ -16,6 +16,7 @@ from ringspan.torch.generate.cache.quantised import check_dtype, new_rows
 from ringspan.torch.generate.cache.rows import Rows
 from ringspan.torch.generate.cache.states import Rearranged, StateLayer
 from ringspan.torch.layers.decoder import LayerKind
+from ringspan.torch.layers.modules import refusing
 
 
 class RingCache(Cache):
@@ -306,13 +307,8 @@ class RingLayer(Rearranged, CacheLayerMixin):
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.2x
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Raise UnsupportedError: the cache crops its layers together."""
-        raise UnsupportedError("layers of a RingCache are cropped together; call crop of the cache")
-
-    def offload(self) -> None:
-        """Raise UnsupportedError: a larger ring holds more."""
-        raise UnsupportedError("a RingCache is not offloaded; use a larger ring, or model.new_cache('int8')")
+    crop = refusing("layers of a RingCache are cropped together; call crop of the cache")
+    offload = refusing("a RingCache is not offloaded; use a larger ring, or model.new_cache('int8')")
 
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
         for rows in self.rows:
@@ -338,5 +334,4 @@ class RingStateLayer(StateLayer, RingLayer):
         RingLayer.change(self, function)
         StateLayer.change(self, function)
 
-    def get_max_length(self) -> int:
-        return RingLayer.get_max_length(self)
+    get_max_length = RingLayer.get_max_length

@@ -18,6 +18,7 @@ from ringspan.torch.layers.modules import local_part
 from ringspan.torch.layers.view import RingModel, decoder_on_ring
 from ringspan.torch.memory.sharding import settle
 from ringspan.torch.model.config_changes import deciding_fields
+from ringspan.torch.weights.deferred import is_first_copy
 
 _BITS: Final = 40  # of each sum: added up over any number of ranks, they stay within 63
 _PART: Final = 1 << 22  # numbers at a time
@@ -114,15 +115,11 @@ def _digest(facts: object) -> str:
 
 def _sums(parameter: Tensor, mesh: DeviceMesh) -> tuple[int, int]:
     """Compute two sums over the bits that only this rank has of a parameter; zeros for copies."""
-    if isinstance(parameter, DTensor):
-        coordinate = parameter.device_mesh.get_coordinate() or ()
-        copies = [place for place, kind in zip(coordinate, parameter.placements, strict=True) if kind.is_replicate()]
-        # A mesh of fewer axes than the model's: along the others, all ranks have the same.
-        names = parameter.device_mesh.mesh_dim_names or ()
-        copies += [mesh[axis].get_local_rank() for axis in mesh.mesh_dim_names or () if axis not in names]
-    else:
-        copies = mesh.get_coordinate() or ()
-    if any(copies):
+    is_split = isinstance(parameter, DTensor)
+    # A mesh of fewer axes than the model's: along the others, all ranks have the same.
+    names = (parameter.device_mesh.mesh_dim_names or ()) if is_split else ()
+    others = (mesh[axis].get_local_rank() for axis in mesh.mesh_dim_names or () if axis not in names)
+    if any(others) or (is_split and not is_first_copy(parameter)):
         return 0, 0
     local = local_part(parameter.detach()).contiguous().flatten()
     bits = local.view(_INTEGERS[local.element_size()])
