@@ -61,11 +61,10 @@ def _state(model: PreTrainedModel, optimizer: Optimizer) -> dict[str, Tensor | P
 
 
 def _settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    groups: list[dict[str, Any]] = []
-    for group in optimizer.param_groups:
-        values = {name: value for name, value in group.items() if name != "params"}
-        groups.append({name: value.item() if isinstance(value, Tensor) else value for name, value in values.items()})
-    return groups
+    return [
+        {name: x.item() if isinstance(x, Tensor) else x for name, x in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
 
 
 def load_adapter(folder: Path, model: PreTrainedModel) -> bool:

@@ -4,7 +4,6 @@ import inspect
 import sys
 from collections.abc import Callable
 from importlib import import_module
-from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,7 +14,6 @@ from transformers import Trainer
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.hf.progress import load_adapter, random_state_folder
 
 if TYPE_CHECKING:
 
@@ -87,16 +85,16 @@ class OwnParts(Trainer):
             self.load_progress(checkpoint)
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if not load_adapter(Path(resume_from_checkpoint), self.model):
+        if not self.load_adapter_weights(resume_from_checkpoint):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self: Any) -> None:
-        if not load_adapter(Path(self.state.best_model_checkpoint), self.model):
+        if not self.load_adapter_weights(self.state.best_model_checkpoint):
             super()._load_best_model()
 
     def _load_rng_state(self: Any, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            with random_state_folder(Path(checkpoint), self.args.process_index, self.args.world_size) as folder:
+            with self.random_state_of_replica(checkpoint) as folder:
                 super()._load_rng_state(folder)
 
 

@@ -22,7 +22,7 @@ from ringspan.hf.balance import balance_steps
 from ringspan.hf.batches import takes_whole_batches, whole_logits
 from ringspan.hf.classes import classifies
 from ringspan.hf.config import RingConfig
-from ringspan.hf.progress import load_optimizer, save_optimizer
+from ringspan.hf.progress import load_adapter, load_optimizer, random_state_folder, save_optimizer
 from ringspan.hf.refusals import explained, refuse_accelerator, refuse_arguments, refuse_callback, refuse_optimizer
 from ringspan.hf.replicas import RingAccelerator, count_rings, without_repeats
 from ringspan.hf.rollouts import count_generations, of_first, rollout_of_replica, share_rollouts
@@ -240,12 +240,18 @@ class RingTrainerMixin(TrainerSeams):
         state = torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True)
         self.lr_scheduler.load_state_dict(state)
 
+    def load_adapter_weights(self, checkpoint: str) -> bool:
+        return load_adapter(Path(checkpoint), self.model)
+
     def rollout(self) -> AbstractContextManager[None]:
         return rollout_of_replica(self)
 
     def first_ranks(self, answer: T) -> T:
         """Return a tool's answer on the ring's first rank: on others it may differ, or fail."""
         return of_first(answer, self.ring_mesh)
+
+    def random_state_of_replica(self, checkpoint: str) -> AbstractContextManager[str]:
+        return random_state_folder(Path(checkpoint), self.args.process_index, self.args.world_size)
 
 
 def agree_on(trainer: "RingTrainerMixin") -> None:

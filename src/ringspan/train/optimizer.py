@@ -58,11 +58,8 @@ def _low_bit(groups: list[dict[str, Any]], options: dict[str, Any], settings: Op
 
 
 def _decayed(model: PreTrainedModel, settings: OptimizerConfig) -> list[dict[str, Any]]:
-    trained = [p for p in model.parameters() if p.requires_grad]
-    matrices = [p for p in trained if p.ndim > 1]
-    vectors = [p for p in trained if p.ndim <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return [group for group in groups if group["params"]]
+    decays: dict[bool, list[Tensor]] = {True: [], False: []}  # matrices do, vectors do not
+    for p in model.parameters():
+        if p.requires_grad:
+            decays[p.ndim > 1].append(p)
+    return [{"params": ps, "weight_decay": does * settings.weight_decay} for does, ps in decays.items() if ps]
