@@ -13,6 +13,7 @@ from ringspan.core import reference
 from ringspan.core.geometry.shares import Shares
 from ringspan.torch.attention import cached
 from ringspan.torch.attention.cached import Reach, Turn, merged
+from ringspan.torch.attention.request import Request
 from ringspan.torch.generate.passes import layer_mask
 from ringspan.torch.kernels.contract import Scores
 from ringspan.torch.layers.decoder import LayerKind
@@ -144,15 +145,9 @@ class Text:
             held = torch.from_numpy(keys.positions(group.rank)).clamp_max(self.length - 1)
             masks = tuple(layer_mask(self.kind, start, start + count, real) for real in (self.real or (None,)))
             turn = Turn(group, group.rank, new, is_split, {self.kind: Reach(keys, masks)})  # pyright: ignore[reportArgumentType]
-            out = turn.attend(
-                self.q[:, :, turn.positions],
-                self.k[:, :, held],
-                self.v[:, :, held],
-                self.kind,
-                self.scores,
-                self.sinks,
-                "auto",
-            )
+            q, k, v = self.q[:, :, turn.positions], self.k[:, :, held], self.v[:, :, held]
+            scale, softcap = self.scores.scale, self.scores.softcap
+            out = turn.attend(Request(q, k, v, scale=scale, softcap=softcap, sinks=self.sinks), self.kind)
             results.append((turn.positions, out))
         return results
 

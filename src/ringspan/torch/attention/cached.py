@@ -19,11 +19,11 @@ from torch import Tensor
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.layout import CustomLayout
 from ringspan.core.geometry.mask import Mask
-from ringspan.core.names import KernelName
 from ringspan.core.schedule.choice import cheaper_route
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.core.schedule.workspace import Shape
 from ringspan.torch.attention.part import Ring, accumulation_dtype, num_head_groups
+from ringspan.torch.attention.request import Request
 from ringspan.torch.attention.ring import forward
 from ringspan.torch.attention.spec import AttentionSpec
 from ringspan.torch.kernels.contract import Scores
@@ -82,9 +82,7 @@ class Turn:
         finally:
             _turn.reset(token)
 
-    def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, kind: object, scores: Scores, sinks: Tensor | None, kernel: KernelName
-    ) -> Tensor:
+    def attend(self, asked: Request, kind: object) -> Tensor:
         """Attend from q (B, H, n, D) to all keys, given this rank's share; UnsupportedError for another kind."""
         if (reach := self.reaches.get(kind)) is None:
             known = ", ".join(map(str, self.reaches))
@@ -93,36 +91,27 @@ class Turn:
                 "sliding_window of the config to what the layers do"
             )
         if len(reach.masks) == 1:
-            return self._attend(q, k, v, kind, reach.masks[0], scores, sinks, kernel)
-        result = q.new_empty((*q.shape[:-1], v.shape[-1]))
+            return self._attend(asked, kind, reach.masks[0])
+        result = asked.q.new_empty((*asked.q.shape[:-1], asked.v.shape[-1]))
         for mask, rows in _alike(reach.masks).items():
-            result[rows] = self._attend(q[rows], k[rows], v[rows], kind, mask, scores, sinks, kernel)
+            result[rows] = self._attend(asked.of_rows(rows), kind, mask)
         return result
 
-    def _attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        kind: object,
-        mask: Mask,
-        scores: Scores,
-        sinks: Tensor | None,
-        kernel: KernelName,
-    ) -> Tensor:
-        key = kind, mask, scores, kernel, q.shape[:2], k.shape[1]
+    def _attend(self, asked: Request, kind: object, mask: Mask) -> Tensor:
+        q, k, v, sinks = asked.q, asked.k, asked.v, asked.sinks
+        key = kind, mask, asked.scale, asked.softcap, asked.kernel, q.shape[:2], k.shape[1]
         if key not in self._rings:
-            self._rings[key] = self._ring(q, k, v, self.reaches[kind].keys, mask, scores, kernel)
+            self._rings[key] = self._ring(asked, self.reaches[kind].keys, mask)
         ring = self._rings[key]
         with one_at_a_time(self.group), torch.autocast(q.device.type, enabled=False):
             if self.is_split or self.ranks == 1:
                 return forward(ring, q, k, v, sinks)[0]
             return merged(*forward(ring, q, k, v), sinks, self.group).to(q.dtype)
 
-    def _ring(
-        self, q: Tensor, k: Tensor, v: Tensor, keys: CustomLayout, mask: Mask, scores: Scores, kernel: KernelName
-    ) -> Ring:
-        spec = AttentionSpec(scale=scores.scale, softcap=scores.softcap, mask=mask.spec, kernel=kernel)
+    def _ring(self, asked: Request, keys: CustomLayout, mask: Mask) -> Ring:
+        q, k, v = asked.q, asked.k, asked.v
+        scores = Scores(q.shape[-1] ** -0.5 if asked.scale is None else asked.scale, asked.softcap or 0.0)
+        spec = AttentionSpec(scale=scores.scale, softcap=scores.softcap, mask=mask.spec, kernel=asked.kernel)
         if not self.is_split:
             mine = CustomLayout("custom", keys.length, 1, parts=(keys.parts[self.rank],))  # pyright: ignore[reportArgumentType]
             return Ring(make_schedule(self.queries, mask, 0, mine), transport_of(None, ""), scores, spec)

@@ -51,6 +51,10 @@ class Request(NamedTuple):
     gradient_comm_dtype: GradientCommDtypeName = "exact"
     kernel: KernelName = "auto"
 
+    def of_rows(self, rows: slice | Tensor) -> "Request":
+        """Return the same of some sequences of the batch."""
+        return self._replace(q=self.q[rows], k=self.k[rows], v=self.v[rows])
+
 
 def checked(asked: Request) -> tuple[Tensor, Tensor, Tensor, AttentionSpec]:
     """Return the operator's tensors and spec; raise as ``ring_attention``."""

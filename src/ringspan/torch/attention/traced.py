@@ -12,7 +12,7 @@ from torch import Tensor
 from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.geometry.mask import Mask, Region, causal, documents, sliding_window
 from ringspan.core.geometry.tree import Tree
-from ringspan.core.names import CommDtypeName, KernelName
+from ringspan.core.names import BatchLayoutName
 from ringspan.torch.attention import op
 from ringspan.torch.attention.request import Request, checked, in_autocast
 from ringspan.torch.attention.spec import AttentionSpec
@@ -22,34 +22,26 @@ _RING_BACKWARD: Final = torch.ops.ringspan.ring_attention_backward.default
 
 
 def layer_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    asked: Request,
     lengths: Tensor | None,
+    layout: BatchLayoutName,
+    group: dist.ProcessGroup,
     *,
     window: int | None,
     chunk: int | None,
-    layout: str,
-    group: dist.ProcessGroup,
-    scale: float | None,
-    softcap: float | None,
-    sinks: Tensor | None,
-    route: str,
-    comm_dtype: CommDtypeName,
-    kernel: KernelName,
 ) -> Tensor:
     """Compute ``ring_attention`` of sequences with ``lengths`` as ``rows_of`` takes them; None if one document."""
-    q, k, v = in_autocast(q, k, v)
-    asked = AttentionSpec(
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
-        softcap=softcap or 0.0,
+    q, k, v = in_autocast(asked.q, asked.k, asked.v)
+    spec = AttentionSpec(
+        scale=q.shape[-1] ** -0.5 if asked.scale is None else asked.scale,
+        softcap=asked.softcap or 0.0,
         layout=layout,
-        route=route,
-        comm_dtype=comm_dtype,
-        kernel=kernel,
+        route=asked.route,
+        comm_dtype=asked.comm_dtype,
+        kernel=asked.kernel,
         group=group.group_name,
     )
-    out, _ = _forward(q, k, v, sinks, lengths, window, chunk, str(asked))
+    out, _ = _forward(q, k, v, asked.sinks, lengths, window, chunk, str(spec))
     return out
 
 

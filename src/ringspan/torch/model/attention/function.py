@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Container, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,6 @@ from ringspan.torch.attention.latents import latent_attention
 from ringspan.torch.attention.op import attend_to
 from ringspan.torch.attention.request import Request, in_autocast
 from ringspan.torch.attention.traced import Segments, layer_attention, mask_of
-from ringspan.torch.kernels.contract import Scores
 from ringspan.torch.layers.cache_names import NAMES
 from ringspan.torch.layers.decoder import LayerKind
 from ringspan.torch.memory.folds import Fold, attend_in_folds
@@ -27,8 +26,6 @@ from ringspan.torch.model.forward_arguments import UNSAID, Unsaid, check_attenti
 from ringspan.torch.model.local_pass import Packed
 from ringspan.torch.multimodal.kinds import Blocks
 from ringspan.torch.recurrence.current import current_pass
-
-Qkv = tuple[Tensor, Tensor, Tensor]
 
 TAKE_MASKS: Final = ("MptModel",)  # decoders that call a method of their mask, which nobody looks at then
 # What a pass over a cache honours elsewhere.
@@ -72,14 +69,28 @@ def register_attention(
             rows = _rows(ring_packed, query.shape[2] * dist.get_world_size(ring), LayerKind(), config)
             return choice.attend(module, (query, key, value), Asked(rows, ring, scaling, s_aux)), None
         kind = _kind_of_layer(module, kinds, sliding_window, masked)
-        asked = _Asked(scaling, softcap, s_aux, alibi_slopes)
+        asked = Request(
+            q=query,
+            k=key,
+            v=value,
+            group=ring,
+            scale=scaling,
+            softcap=softcap,
+            slopes=alibi_slopes,
+            sinks=s_aux,
+            route=config.route,
+            comm_dtype=config.comm_dtype,
+            kernel=config.kernel,
+        )
         if turn is not None:
-            out = _over_cache(module, (query, key, value), turn, kind, asked, config)
+            out = _over_cache(module, asked, turn, kind)
         elif is_program and not _has_temperature(module):
-            out = _as_program((query, key, value), ring_packed, ring, kind, asked, config)
+            lengths = ring_packed.lengths if ring_packed else None
+            out = layer_attention(asked, lengths, config.layout, ring, window=kind.window, chunk=kind.chunk)
+            out = out.transpose(1, 2)
         else:
             fold = None if sequences is None else sequences.fold
-            out = _over_ring(module, (query, key, value), ring_packed, ring, kind, asked, config, fold)
+            out = _over_ring(module, asked, ring_packed, ring, kind, config, fold)
         return out, None
 
     def no_mask(
@@ -102,84 +113,44 @@ def register_attention(
     return name
 
 
-class _Asked(NamedTuple):
-    scale: float | None
-    softcap: float | None
-    sinks: Tensor | None
-    slopes: Tensor | None
-
-
-def _over_cache(module: nn.Module, qkv: Qkv, turn: Turn, kind: LayerKind, asked: _Asked, config: StepConfig) -> Tensor:
-    query, key, value = qkv
+def _over_cache(module: nn.Module, asked: Request, turn: Turn, kind: LayerKind) -> Tensor:
+    query, key, value = asked.q, asked.k, asked.v
     if _has_temperature(module):
         query = _warmed(module, query, turn.positions[None])
-    scores = Scores(query.shape[-1] ** -0.5 if asked.scale is None else asked.scale, asked.softcap or 0.0)
+    scale = query.shape[-1] ** -0.5 if asked.scale is None else asked.scale
     query, key, value = in_autocast(query, key, value)
     key, value = key.to(query.dtype), value.to(query.dtype)  # written under autocast, or not
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return turn.attend(query, key, value, kind, scores, asked.sinks, config.kernel)
+        return turn.attend(asked._replace(q=query, k=key, v=value, scale=scale), kind)
 
     is_absorbed = absorbs(module, turn)
     out = absorbed_attention(module, query, key, value, attend) if is_absorbed else attend(query, key, value)
     return out.transpose(1, 2).contiguous()  # some models view it as (batch, tokens, hidden size)
 
 
-def _as_program(
-    qkv: Qkv, packed: Packed | None, ring: dist.ProcessGroup, kind: LayerKind, asked: _Asked, config: StepConfig
-) -> Tensor:
-    """Call the operator as ``torch.compile`` sees it, for any documents and lengths: (B, T, H, D)."""
-    out = layer_attention(
-        *(*qkv, packed.lengths if packed else None),
-        window=kind.window,
-        chunk=kind.chunk,
-        layout=config.layout,
-        group=ring,
-        scale=asked.scale,
-        softcap=asked.softcap,
-        sinks=asked.sinks,
-        route=config.route,
-        comm_dtype=config.comm_dtype,
-        kernel=config.kernel,
-    )
-    return out.transpose(1, 2)
-
-
 def _over_ring(
     module: nn.Module,
-    qkv: Qkv,
+    asked: Request,
     packed: Packed | None,
     ring: dist.ProcessGroup,
     kind: LayerKind,
-    asked: _Asked,
     config: StepConfig,
     fold: Fold | None,
 ) -> Tensor:
     """Attend over the ring, each row under its documents' mask: (B, T, H, D)."""
-    length = qkv[0].shape[2] * dist.get_world_size(ring) if fold is None else fold.length
+    length = asked.q.shape[2] * dist.get_world_size(ring) if fold is None else fold.length
     if _has_temperature(module):
         if packed:
             positions = packed.positions
         else:
             layout = batch_layout(config.layout, length, dist.get_world_size(ring)) if fold is None else fold.layout
             positions = torch.from_numpy(layout.positions(dist.get_rank(ring)))[None]
-        qkv = _warmed(module, qkv[0], positions), *qkv[1:]
-    expansion = expansion_of(module, *qkv[:2])
+        asked = asked._replace(q=_warmed(module, asked.q, positions))
+    expansion = expansion_of(module, asked.q, asked.k)
     parts: list[Tensor] = []
     for number, (part, mask, layout) in enumerate(_rows(packed, length, kind, config)):
-        request = Request(
-            *(x[part] for x in qkv),
-            mask=mask,
-            layout=layout,
-            group=ring,
-            scale=asked.scale,
-            softcap=asked.softcap,
-            slopes=asked.slopes,
-            sinks=asked.sinks,
-            route=config.route,
-            comm_dtype=config.comm_dtype,
-            kernel=config.kernel,
-        )
+        request = asked.of_rows(part)._replace(mask=mask, layout=layout)
         if expansion is not None:
             parts.append(latent_attention(request, expansion))
         else:
