@@ -138,7 +138,7 @@ def _compute(
 
 
 @torch.library.custom_op("ringspan::ring_attention_backward", mutates_args=(), tags=UNSAFE)
-def _backward(
+def attend_backward(
     dout: Tensor,
     q: Tensor,
     k: Tensor,
@@ -149,6 +149,7 @@ def _backward(
     lse: Tensor,
     spec: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the operator's gradients, given out and lse of all keys."""
     inputs = dout, q, k, v, out, lse
     with passing("backward", q, k, v, sinks, slopes, AttentionSpec.parse(spec)) as (ring, ulysses):
         dsinks = q.new_empty(0) if sinks is None else sink_gradient(dout, out, lse, sinks)
@@ -163,11 +164,6 @@ def attend_forward(
         return _forward(q, k, v, sinks, slopes, spec)
 
 
-def attend_backward(*inputs: Tensor | str | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the operator's gradients; dout, q, k, v, sinks, slopes, out and lse of all keys, and the spec."""
-    return _backward(*inputs)
-
-
 def fake_forward(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor]:
     lse = q.new_empty(q.shape[:-1], dtype=accumulation_dtype(q.dtype))
     return result_for(q, v), lse
@@ -178,7 +174,7 @@ def _handled_fake(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, 
     return handled(partial(fake_forward, q, k, v))
 
 
-@_backward.register_fake
+@attend_backward.register_fake
 def fake_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: object
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -210,8 +206,8 @@ def refuse_again(ctx: object, *gradients: Tensor) -> Never:
     raise UnsupportedError("ring_attention is differentiated once; its gradient has no backward pass of its own")
 
 
-register_gradient("ring_attention", _forward, 5, _backward)
-_backward.register_autograd(refuse_again)
+register_gradient("ring_attention", _forward, 5, attend_backward)
+attend_backward.register_autograd(refuse_again)
 
 
 def group_of(name: str) -> dist.ProcessGroup | None:

@@ -3,7 +3,7 @@
 import difflib
 from collections.abc import Iterable, Mapping
 from enum import Enum
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -115,34 +115,24 @@ UNSAID: Final = Unsaid.UNSAID
 COMPUTED: Final = frozenset({"alibi_slopes", "ring_packed", "s_aux", "scaling", "sliding_window", "softcap"})
 
 
-class _Fixed(NamedTuple):
-    values: tuple[Any, ...]
-
-
-_ANY: Final = _Fixed(())
+_ANY: Final = ()
 
 # What models hand to transformers' attention interface beside what ``attend`` in models.py computes with.
-ATTENTION: Final[Mapping[str, _Fixed]] = {
+ATTENTION: Final[Mapping[str, tuple[Any, ...]]] = {
     # Not used by attention functions: inputs of the layers before, or flags for what is returned.
     **_all(_ANY, "input_ids position_embeddings position_ids"),
     "output_router_logits": _ANY,
-    "use_cache": _Fixed((False, None)),
-    "output_attentions": _Fixed((False, None)),
-    "output_hidden_states": _Fixed((False, None)),
-    "labels": _Fixed((None,)),
-    "encoder_hidden_states": _Fixed((None,)),
-    "past_key_values": _Fixed((None,)),
-    "cache": _Fixed((None,)),
-    "cache_position": _Fixed((None,)),
+    **_all((False, None), "use_cache output_attentions output_hidden_states"),
+    **_all((None,), "labels encoder_hidden_states past_key_values cache cache_position"),
     "deterministic": _ANY,  # of flash attention's backward pass; the ring's sums always come in the same order
     # What changes whom a query sees, or its score.
-    "is_causal": _Fixed((True, None)),
+    "is_causal": (True, None),
     **_all(
-        _Fixed((None,)),
+        (None,),
         "attention_mask block_indices cu_seq_lens_k cu_seq_lens_q head_mask indices max_length_k max_length_q "
         "position_bias seq_idx sinks",
     ),
-    "dropout": _Fixed((0, None)),
+    "dropout": (0, None),
 }
 
 
@@ -156,6 +146,6 @@ def check_attention(module: nn.Module, arguments: Mapping[str, Any]) -> None:
         known = ATTENTION.get(name)
         if known is None:
             raise UnsupportedError(f"{kind} gives attention {name}, which the ring does not know; leave it out")
-        if known is not _ANY and (isinstance(value, Tensor) or value not in known.values):
+        if known and (isinstance(value, Tensor) or value not in known):
             shown = "" if isinstance(value, Tensor) else f"={value}"
             raise UnsupportedError(f"{kind} asks for {name}{shown}, which the ring does not support yet; unset it")

@@ -57,7 +57,7 @@ class Entry:
         return total
 
     def _seen(self, state: Tensor) -> Tensor:
-        first = self.plan.place(0).start
+        first = self.plan.places[0].start
         before = [first - starts[bisect_right(starts, first) - 1] for starts in self.plan.starts]
         last = torch.arange(self.width, 0, -1)  # each entry's distance from the fold
         seen = torch.stack([last <= count for count in before]).view(-1, *[1] * (state.ndim - 2), self.width)

@@ -26,9 +26,7 @@ def scan_states(maps: Tensor, states: Tensor, plan: str, is_matrix: bool, revers
     """Return each local span's incoming state, composed of earlier spans' maps ``A_j S + B_j``; 0 if none."""
     # maps (n, B, ...) are A and states (n, B, ...) B. In ``reverse`` the spans come from the last one on, A is
     # transposed and a span takes the gradient of the state after it.
-    plan_, name = from_text(plan)
-    group = _group(name)
-    rank = dist.get_rank(group) if group is not None else 0
+    plan_, group, rank = _read(plan)
     facts = {
         "states": tuple(states.shape[1:]),
         "maps": tuple(maps.shape[1:]),
@@ -108,10 +106,8 @@ def halo_backward(dhalo: Tensor, width: int, tokens: int, plan: str) -> Tensor:
 
 @halo_of.register_fake
 def _(x: Tensor, width: int, plan: str) -> Tensor:
-    plan_, name = from_text(plan)
-    group = _group(name)
-    spans = len(plan_.mine(dist.get_rank(group) if group is not None else 0))
-    return x.new_empty((spans, *x.shape[:-1], width))
+    plan_, _, rank = _read(plan)
+    return x.new_empty((len(plan_.mine(rank)), *x.shape[:-1], width))
 
 
 @halo_backward.register_fake
@@ -120,9 +116,7 @@ def _(dhalo: Tensor, width: int, tokens: int, plan: str) -> Tensor:
 
 
 def _lent(x: Tensor, tokens: int, width: int, plan: str, *, reverse: bool) -> Tensor:
-    plan_, name = from_text(plan)
-    group = _group(name)
-    rank = dist.get_rank(group) if group is not None else 0
+    plan_, group, rank = _read(plan)
     facts = {
         "inputs": tuple(x.shape[:-1] if not reverse else x.shape[1:-1]),
         "taps": width + 1,
@@ -174,5 +168,8 @@ def lend(x: Tensor, tokens: int, width: int, plan: Plan, rank: int, transport: T
     return made
 
 
-def _group(name: str) -> dist.ProcessGroup | None:
-    return c10d._resolve_process_group(name) if name else None  # pyright: ignore
+def _read(text: str) -> tuple[Plan, dist.ProcessGroup | None, int]:
+    """Return a plan, its group and this rank in it."""
+    plan, name = from_text(text)
+    group = c10d._resolve_process_group(name) if name else None  # pyright: ignore
+    return plan, group, dist.get_rank(group) if group is not None else 0

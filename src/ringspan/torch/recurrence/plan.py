@@ -13,7 +13,7 @@ from ringspan.core.geometry.tree import Tree
 from ringspan.core.recurrence.branches import branch_loans, branch_rounds, branches_of
 from ringspan.core.recurrence.halo import Loan, halo_loans, reach_back
 from ringspan.core.recurrence.scan import Rounds, scan_rounds
-from ringspan.core.recurrence.spans import Links, Place, links_of, passes, pieces_of, places_of
+from ringspan.core.recurrence.spans import Links, links_of, passes, pieces_of, places_of
 
 Starts = tuple[int, ...] | Tree
 """Where a sequence's documents begin, or its tree."""
@@ -85,9 +85,6 @@ class Plan:
 
     def takes(self, number: int) -> bool:
         return self.links.takes[number]
-
-    def place(self, number: int) -> Place:
-        return self.places[number]
 
 
 class TreePlan(Plan):

@@ -84,7 +84,7 @@ def resumed(
             end = torch.empty(shape, dtype=dtype, device=first.device)
         end = end.to(dtype).contiguous()
         if job.plan.layout.ranks > 1:
-            dist.broadcast(end, group_src=job.plan.place(last).rank, group=sequences.group)
+            dist.broadcast(end, group_src=job.plan.places[last].rank, group=sequences.group)
     return torch.cat([outs[number] for number in job.mine], rule.out_dim), end
 
 
@@ -111,7 +111,7 @@ class _Job:
     def run(self, arguments: Arguments, number: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
         outs: list[Tensor] = []
         ends: list[Tensor] = []
-        first = self.plan.place(0).offset if number == 0 else -1
+        first = self.plan.places[0].offset if number == 0 else -1
         for rows, starts in self.plan.rows():
             made: list[Tensor] = []
             end = None
@@ -203,7 +203,7 @@ class _Job:
         with torch.enable_grad():
             made = [self.run(arguments, number, state) for number, state in zip(self.mine, states, strict=True)]
         outs, ends = [out for out, _ in made], [end for _, end in made]
-        douts = dout.split([self.plan.place(number).tokens for number in self.mine], self.rule.out_dim)
+        douts = dout.split([self.plan.places[number].tokens for number in self.mine], self.rule.out_dim)
         gammas = torch.zeros_like(taken)
         for index, state in enumerate(states):
             if state is not None and self.plan.takes(self.mine[index]):
@@ -301,7 +301,7 @@ def _last_inputs(plan: Plan, mine: tuple[int, ...], width: int) -> list[tuple[sl
     if first < plan.places[0].start:
         raise UnsupportedError(f"folds of fewer than {width} tokens, which a convolution reaches back; use fewer folds")
     found: list[tuple[slice, slice]] = []
-    for place in map(plan.place, mine):
+    for place in (plan.places[number] for number in mine):
         start, end = max(place.start, first), place.end
         if start < end:
             here = place.offset - place.start

@@ -1,6 +1,7 @@
 """Choice of an index, on its way from the index to attention and to layers that share it."""
 
 import inspect
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -99,28 +100,36 @@ def rotation_of(index: nn.Module) -> Any:
 
 def attend_to_chosen(module: nn.Module, query: Tensor, latents: Tensor, choice: Choice, asked: Asked) -> Tensor:
     """Attend to latents: absorbed queries (B, H, T, n + P) give (B, T, H, v)."""
-    rank, nope = module.kv_lora_rank, module.qk_nope_head_dim
-    matrix = expansion(module, latents).unflatten(0, (query.shape[1], -1))  # (H, n + v, R)
-    absorbed = torch.einsum("bhtn,hnr->bhtr", query[..., :nope], matrix[:, :nope])
-    q = torch.cat((absorbed, query[..., nope:]), -1)
     index, chosen = choice.index, choice.chosen
     length = query.shape[2] * dist.get_world_size(asked.ring)
-    outs: list[Tensor] = []
-    for number, rows in enumerate(asked.rows):
-        of_rows = given = None
-        if index is None:
-            given = chosen[number]
-        else:
-            q_index, k_index, weights = (x[rows.part] for x in index[:3])
-            of_rows = IndexInputs(q_index, k_index, weights, index.scale, min(index.topk, length))
-        options = asked.options(rows, slice(0, rank))
-        out, found = indexed_attention(q[rows.part], latents[rows.part, 0], of_rows, given, **options)
-        outs.append(out)
-        if index is not None:
-            chosen.append(found)
+
+    def attend(q: Tensor) -> Tensor:
+        outs: list[Tensor] = []
+        for number, rows in enumerate(asked.rows):
+            of_rows = given = None
+            if index is None:
+                given = chosen[number]
+            else:
+                q_index, k_index, weights = (x[rows.part] for x in index[:3])
+                of_rows = IndexInputs(q_index, k_index, weights, index.scale, min(index.topk, length))
+            options = asked.options(rows, slice(0, module.kv_lora_rank))
+            out, found = indexed_attention(q[rows.part], latents[rows.part, 0], of_rows, given, **options)
+            outs.append(out)
+            if index is not None:
+                chosen.append(found)
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    out = absorbed_attention(module, query, latents, attend)
     choice.index = None
-    out = outs[0] if len(outs) == 1 else torch.cat(outs)
-    return torch.einsum("bhtr,hvr->bthv", out, matrix[:, nope:])
+    return out.transpose(1, 2)
+
+
+def absorbed_attention(module: Any, query: Tensor, latents: Tensor, attend: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return attention (B, H, T, v) of queries (B, H, T, n + P) that ``attend`` to latents, absorbed."""
+    matrix, nope = expansion(module, query, latents), module.qk_nope_head_dim
+    absorbed = torch.einsum("bhtn,hnr->bhtr", query[..., :nope], matrix[:, :nope])
+    out = attend(torch.cat((absorbed, query[..., nope:]), -1))
+    return torch.einsum("bhtr,hvr->bhtv", out, matrix[:, nope:])
 
 
 def attend_by_key_head(qkv: tuple[Tensor, Tensor, Tensor], choice: Choice, asked: Asked) -> Tensor:
@@ -149,10 +158,11 @@ def is_matrix(projection: Any) -> bool:
     return not is_rounded and not has_more
 
 
-def expansion(module: Any, latents: Tensor) -> Tensor:
-    """Return the matrix (H (n + v), R) that turns latents into keys and values, adapters included."""
-    projection = module.kv_b_proj
-    if computes_as(projection, nn.Linear) and not is_packed(projection.weight):
-        return projection.weight
-    rows = torch.eye(module.kv_lora_rank, dtype=latents.dtype, device=latents.device)
-    return projection(rows).T
+def expansion(module: Any, query: Tensor, latents: Tensor) -> Tensor:
+    """Return the matrix (H, n + v, R) that turns latents into keys and values of queries' heads, adapters included."""
+    matrix = module.kv_b_proj
+    if computes_as(matrix, nn.Linear) and not is_packed(matrix.weight):
+        matrix = matrix.weight
+    else:
+        matrix = matrix(torch.eye(module.kv_lora_rank, dtype=latents.dtype, device=latents.device)).T
+    return matrix.unflatten(0, (query.shape[1], -1))

@@ -20,8 +20,8 @@ from ringspan.torch.attention.traced import Segments, layer_attention, mask_of
 from ringspan.torch.layers.cache_names import NAMES
 from ringspan.torch.layers.decoder import LayerKind
 from ringspan.torch.memory.folds import Fold, attend_in_folds
-from ringspan.torch.model.attention.choice import Asked, Rows, choice_of
-from ringspan.torch.model.attention.latents import absorbed_attention, absorbs, expansion_of
+from ringspan.torch.model.attention.choice import Asked, Rows, absorbed_attention, choice_of
+from ringspan.torch.model.attention.latents import absorbs, expansion_of
 from ringspan.torch.model.forward_arguments import UNSAID, Unsaid, check_attention
 from ringspan.torch.model.local_pass import Packed
 from ringspan.torch.multimodal.kinds import Blocks
@@ -121,11 +121,10 @@ def _over_cache(module: nn.Module, asked: Request, turn: Turn, kind: LayerKind) 
     query, key, value = in_autocast(query, key, value)
     key, value = key.to(query.dtype), value.to(query.dtype)  # written under autocast, or not
 
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def attend(query: Tensor) -> Tensor:
         return turn.attend(asked._replace(q=query, k=key, v=value, scale=scale), kind)
 
-    is_absorbed = absorbs(module, turn)
-    out = absorbed_attention(module, query, key, value, attend) if is_absorbed else attend(query, key, value)
+    out = absorbed_attention(module, query, value, attend) if absorbs(module, turn) else attend(query)
     return out.transpose(1, 2).contiguous()  # some models view it as (batch, tokens, hidden size)
 
 

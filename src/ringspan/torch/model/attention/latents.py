@@ -3,7 +3,7 @@
 Modules compress a token's keys and values to R numbers and a rotary part of P, and expand both for each of H heads.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Final
 
 import torch
@@ -71,17 +71,4 @@ def absorbs(module: object, turn: Turn) -> bool:
 
 def expansion_of(module: nn.Module, query: Tensor, latents: Tensor) -> Tensor | None:
     """Return the matrix (H, n + v, R) that expands latents; None for a module that has expanded them itself."""
-    if not isinstance(module, LatentAttention):
-        return None
-    return expansion(module, latents).unflatten(0, (query.shape[1], -1))
-
-
-def absorbed_attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]
-) -> Tensor:
-    """Return attention (B, H, T, v) by ``attend`` to latents, with absorbed queries."""
-    matrix = expansion(module, value).unflatten(0, (query.shape[1], -1))
-    nope = query.shape[-1] - key.shape[-1] + value.shape[-1]
-    absorbed = torch.einsum("bhtn,hnr->bhtr", query[..., :nope], matrix[:, :nope])
-    out = attend(torch.cat((absorbed, query[..., nope:]), -1), key, value)
-    return torch.einsum("bhtr,hvr->bhtv", out, matrix[:, nope:])
+    return expansion(module, query, latents) if isinstance(module, LatentAttention) else None
