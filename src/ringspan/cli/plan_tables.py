@@ -10,10 +10,11 @@ from rich.text import Text
 from ringspan.cli.console import console, facts, heading, paragraph, table
 from ringspan.core.messages.units import shown_bandwidth, shown_bytes, shown_flops, shown_seconds, shown_speed
 from ringspan.plan.documents import LayoutCost
-from ringspan.plan.generation.planner import TextPlan
+from ringspan.plan.generation.planner import TextPlan, TextQuestion
 from ringspan.plan.planner import Plan
 from ringspan.plan.reasons import about_positions
-from ringspan.plan.snippet import python_call, toml_tables, train_command
+from ringspan.plan.search import Question
+from ringspan.plan.snippet import mesh_call, python_call, start_command, toml_tables, train_command
 
 
 def show(
@@ -97,8 +98,7 @@ def _verdict(out: Console, answer: Plan, result: dict[str, Any]) -> None:
         where = "" if where == "at the peak" else f" {where}"
         need = f"needs {shown_bytes(needs)} of {shown_bytes(has)}{where}"
         need += f"; with {change['option']} {shown_bytes(change['peak_bytes'])}"
-    verdict = Text("fits: yes" if result["fits"] else "fits: no", style="bold green" if result["fits"] else "bold red")
-    out.print(verdict + Text(f", {need}", style="not bold"), soft_wrap=True)
+    _fits(out, need, fits=result["fits"])
     cost = answer.cost
     links = cost.exposed_seconds / cost.seconds
     limit = "memory" if not result["fits"] else f"links, {links:.0%} of it" if links > 0.05 else "computing"
@@ -110,11 +110,18 @@ def _verdict(out: Console, answer: Plan, result: dict[str, Any]) -> None:
         longest += "none, the model's own state is too large"
     paragraph(out, longest)
     sequences = f"{question.batch:,} sequence{'s' * (question.batch > 1)} of {question.length:,} tokens"
-    paragraph(
-        out,
-        f"asked: {question.shape.name} ({question.shape.parameters / 1e9:.3g}B parameters), {sequences} per step, on "
-        f"{question.devices:,} x {device.title}",
-    )
+    _asked(out, question, f"{sequences} per step")
+
+
+def _fits(out: Console, need: str, *, fits: bool) -> None:
+    verdict = Text("fits: yes", style="bold green") if fits else Text("fits: no", style="bold red")
+    out.print(verdict + Text(f", {need}", style="not bold"), soft_wrap=True)
+
+
+def _asked(out: Console, question: Question | TextQuestion, work: str) -> None:
+    shape, title = question.shape, question.device.title
+    parameters = f"{shape.parameters / 1e9:.3g}B parameters"
+    paragraph(out, f"asked: {shape.name} ({parameters}), {work}, on {question.devices:,} x {title}")
 
 
 def _settings(answer: Plan, result: dict[str, Any], mesh: str) -> Iterator[tuple[str, str]]:
@@ -201,20 +208,14 @@ def show_text(answer: TextPlan, model: str) -> None:
     out, question, text, cost = console(), answer.question, answer.text, answer.cost
     has = shown_bytes(question.device.memory_bytes)
     verb = "of" if answer.fits else "needed, more than the"
-    verdict = Text("fits: yes" if answer.fits else "fits: no", style="bold green" if answer.fits else "bold red")
-    need = f"{shown_bytes(cost.peak_bytes)} {verb} {has} per device at the peak"
-    out.print(verdict + Text(f", {need}", style="not bold"), soft_wrap=True)
+    _fits(out, f"{shown_bytes(cost.peak_bytes)} {verb} {has} per device at the peak", fits=answer.fits)
     longest = f"{answer.max_prompt:,} tokens" if answer.max_prompt else "none, the weights are too large"
     paragraph(out, f"longest prompt that fits: {longest}")
     if answer.is_refused:
         asked = question.prompt + question.new_tokens
         paragraph(out, f"too long: {asked:,} tokens, the model has {answer.positions:,} positions", style="bold red")
     prompts = f"{question.batch:,} prompt{'s' * (question.batch > 1)} of {question.prompt:,} tokens"
-    paragraph(
-        out,
-        f"asked: {question.shape.name} ({question.shape.parameters / 1e9:.3g}B parameters), {prompts} and "
-        f"{question.new_tokens:,} new ones each, on {question.devices:,} x {question.device.title}",
-    )
+    _asked(out, question, f"{prompts} and {question.new_tokens:,} new ones each")
     if answer.alone_is_better and question.devices > 1:
         paragraph(out, "one device would be the better choice", style="bold")
     out.print()
@@ -256,30 +257,19 @@ def _text_times(answer: TextPlan) -> Iterator[tuple[str, str]]:
 
 def _text_command(answer: TextPlan, model: str) -> str:
     question, text = answer.question, answer.text
+    command = f"ringspan generate {model} --prompt-file prompt.txt"
+    start = start_command(command, text.ring * text.tp, question.device.devices_per_node)
     options = f" --tp {text.tp}" if text.tp > 1 else ""
     options += f" --max-new-tokens {question.new_tokens} --dtype {text.dtype}"
-    options += " --weights sharded" if text.weights == "sharded" else ""
-    ranks, per_node = text.ring * text.tp, question.device.devices_per_node
-    start = f"ringspan generate {model} --prompt-file prompt.txt --nproc {ranks}"
-    if ranks > per_node:
-        nodes = -(-ranks // per_node)
-        while ranks % nodes:
-            nodes += 1
-        start = (
-            f"torchrun --nnodes {nodes} --nproc-per-node {ranks // nodes} ... -m ringspan generate {model} "
-            "--prompt-file prompt.txt"
-        )
-    return f"{start}{options}"
+    return f"{start}{options}{' --weights sharded' if text.weights == 'sharded' else ''}"
 
 
 def _text_call(answer: TextPlan) -> str:
     text = answer.text
-    axes = {"ring": text.ring, "replicate": text.replicate, "tp": text.tp}
-    mesh = ", ".join(f"{axis}={size}" for axis, size in axes.items() if axis == "ring" or size > 1)
     ids = f"ids  # {text.batch:,} of the prompts on each replica" if text.replicate > 1 else "ids"
     return "\n".join(
         (
-            f"mesh = rs.init_mesh({mesh})",
+            f"mesh = {mesh_call(text)}",
             "model = rs.parallelize(model.eval(), mesh)",
             f"text = model.generate({ids.partition('  #')[0]}, max_new_tokens={answer.question.new_tokens}, "
             f'weights="{text.weights}"){ids[3:]}',

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from importlib import import_module
 from multiprocessing.connection import Connection
@@ -99,23 +100,18 @@ def _serve(
     torch.set_num_threads(1)
     functions = find(attention), find(loss) if loss else None
     pipe.send(READY)
-    try:
+    with suppress(EOFError):
         case = CASES[pipe.recv()]
-    except EOFError:
-        return
-    if device == "cuda":
-        torch.cuda.set_device(rank % torch.cuda.device_count())
-    dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", init_method=f"file://{store}", rank=rank, world_size=size,
-        timeout=timedelta(seconds=seconds),
-    )  # fmt: skip
-    setting = Setting(*functions, layout, dist.group.WORLD, torch.device(device))
-    while True:
-        pipe.send(outcome(case.run, setting, case.problem))
-        try:
+        if device == "cuda":
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+        dist.init_process_group(
+            "nccl" if device == "cuda" else "gloo", init_method=f"file://{store}", rank=rank, world_size=size,
+            timeout=timedelta(seconds=seconds),
+        )  # fmt: skip
+        setting = Setting(*functions, layout, dist.group.WORLD, torch.device(device))
+        while True:
+            pipe.send(outcome(case.run, setting, case.problem))
             case = CASES[pipe.recv()]
-        except EOFError:
-            return
 
 
 def outcome(run: Callable[[Setting, Problem], Parts], setting: Setting, problem: Problem) -> Parts | str:

@@ -22,13 +22,6 @@ class LayerSizes:
     intermediate: int
 
 
-def norm_bytes(size: int, number_bytes: int, *, is_rms: bool = True, in_chunks: bool = False) -> int:
-    # Below float32, transformers' RMS norm keeps a float32 copy of its input, unless it runs in chunks.
-    if not is_rms:
-        return 2 * number_bytes * size + 2 * _FLOAT32
-    return 2 * number_bytes * size + (0 if in_chunks else _FLOAT32 * size + _FLOAT32)
-
-
 def saved_bytes(
     sizes: LayerSizes,
     number_bytes: int,
@@ -51,7 +44,8 @@ def saved_bytes(
     if checkpoint == "none":
         queries = s * (outs + 2 * sizes.kv_heads * sizes.head_dim)
         feedforward = 0 if feedforward_in_chunks else 4 * s * sizes.intermediate
-        return layers * (2 * norm_bytes(sizes.hidden, s) + queries + attention + feedforward)
+        norm = 2 * s * sizes.hidden + _FLOAT32 * (sizes.hidden + 1)  # transformers' keeps a copy of its input
+        return layers * (2 * norm + queries + attention + feedforward)
     inputs = -(-layers // layers_per_checkpoint)
     return s * sizes.hidden * inputs + (layers * attention if checkpoint == "attention" else 0)
 

@@ -1,6 +1,7 @@
 """The JAX back end's one public attention."""
 
 from functools import lru_cache, partial
+from math import prod
 from typing import Final
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from ringspan.core.arguments import check_scores, check_shapes, find_layouts, find_mask
@@ -21,6 +22,7 @@ from ringspan.jax import ring
 from ringspan.jax.kernels import triton
 from ringspan.jax.kernels.pallas import is_interpreted
 from ringspan.jax.kernels.xla import varying_axes, varying_like
+from ringspan.jax.mesh import check_mesh
 
 SAVED_NAME: Final = "ring_attention"  # what activation checkpointing calls out and lse
 
@@ -192,10 +194,7 @@ def sharded_ring_attention(
         LayoutError: a dimension that its mesh axes do not divide, or a mesh without the ring's axis.
         UnsupportedError, LayoutError: as ``ring_attention``.
     """
-    if not isinstance(mesh, (Mesh, AbstractMesh)):
-        raise LayoutError(
-            f"mesh must be a jax.sharding.Mesh, got {described(mesh)}; make one with ringspan.jax.init_mesh"
-        )
+    check_mesh(mesh)
     if axis_name not in mesh.shape:
         raise LayoutError(f"the mesh has no axis {axis_name!r}; its axes are {', '.join(mesh.axis_names)}; use one")
     batch = tuple(axis for axis in batch_axes if axis in mesh.shape)
@@ -203,9 +202,7 @@ def sharded_ring_attention(
     split = P(batch or None, heads, axis_name)
     for name, x in (("q", q), ("k", k), ("v", v)):
         for dim, axes in enumerate((batch, (heads,) if heads else (), (axis_name,))):
-            parts = 1
-            for axis in axes:
-                parts *= mesh.shape[axis]
+            parts = prod(mesh.shape[axis] for axis in axes)
             if x.ndim > dim and x.shape[dim] % parts:
                 raise LayoutError(
                     f"{name}: dimension {dim} has {x.shape[dim]} entries, which the {parts} devices of mesh axis "

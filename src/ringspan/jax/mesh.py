@@ -20,8 +20,7 @@ def init_mesh(*, dp: int = 1, fsdp: int = 1, tp: int = 1, sp: int = 1) -> Mesh:
     """Build a mesh of ``dp x fsdp x tp x sp`` devices, ring neighbours adjacent; LayoutError for bad sizes."""
     sizes = (dp, fsdp, tp, sp)
     for name, size in zip(AXES, sizes, strict=True):
-        if integer(size, name, LayoutError) < 1:
-            raise LayoutError(f"{name} = {size}: a mesh axis has at least one device")
+        integer(size, name, LayoutError, at_least=1)
     sizes = tuple(map(int, sizes))
     needed, devices = int(np.prod(sizes)), jax.devices()
     if needed > len(devices):
@@ -46,14 +45,18 @@ def map_mesh(mesh: Mesh, *, sp: Names = None, dp: Names = None, fsdp: Names = No
 
 def own_mesh(mesh: Mesh) -> Mesh:
     """Return a mesh with ``init_mesh``'s axes over the same devices; LayoutError if no mesh, ConfigError if unknown."""
-    if not isinstance(mesh, (Mesh, AbstractMesh)):
-        raise LayoutError(
-            f"mesh must be a jax.sharding.Mesh, got {described(mesh)}; make one with ringspan.jax.init_mesh"
-        )
+    check_mesh(mesh)
     if mesh.axis_names == AXES:
         return mesh
     roles = recognised(dict(mesh.shape))
     return _map(mesh, {"dp": roles["replicate"], "fsdp": roles["shard"], "tp": roles["tp"], "sp": roles["ring"]})
+
+
+def check_mesh(mesh: object) -> None:
+    if not isinstance(mesh, (Mesh, AbstractMesh)):
+        raise LayoutError(
+            f"mesh must be a jax.sharding.Mesh, got {described(mesh)}; make one with ringspan.jax.init_mesh"
+        )
 
 
 def _map(mesh: Mesh, roles: Mapping[str, tuple[str, ...]]) -> Mesh:

@@ -266,27 +266,22 @@ def _about_links(question: Question, setting: Setting, cost: StepCost) -> Iterat
     device = question.device
     if not question.shape.layer_windows:  # nothing attends, no block travels
         return
-    if setting.ring == 1 or setting.route != "ring":
-        if cost.exposed_seconds > 0.05 * cost.seconds:
-            yield _waiting(cost)
-        return
-    span = setting.ring * setting.tp
-    bandwidth = device.bandwidth(span)
-    where = "inside a node" if span <= device.devices_per_node else "between nodes"
-    needed = block_tokens_for_overlap(question.shape, setting, device, bandwidth)
-    have = setting.tokens // setting.batch
-    if have >= needed:
+    if setting.ring > 1 and setting.route == "ring":
+        span = setting.ring * setting.tp
+        where = "inside a node" if span <= device.devices_per_node else "between nodes"
+        needed = block_tokens_for_overlap(question.shape, setting, device, device.bandwidth(span))
+        have = setting.tokens // setting.batch
+        said, only, remedy = "keep up", "and", ""
+        if have < needed:
+            said, only = "are too slow for the block", "but only"
+            remedy = "; use fewer ranks, or longer sequences"
         yield (
-            f"links {where} keep up: {have:,} tokens per rank, and from {round(needed):,} on computing with a block "
-            "takes longer than sending it"
+            f"links {where} {said}: {have:,} tokens per rank, {only} from {round(needed):,} on computing with a block "
+            f"takes longer than sending it{remedy}"
         )
-    else:
-        yield (
-            f"links {where} are too slow for the block: {have:,} tokens per rank, but only from {round(needed):,} on "
-            "computing with a block takes longer than sending it; use fewer ranks, or longer sequences"
-        )
-    if cost.exposed_seconds > 0.05 * cost.seconds:
-        yield _waiting(cost)
+    share = cost.exposed_seconds / cost.seconds
+    if share > 0.05:
+        yield f"{share:.0%} of the step waits for links (blocks, parameters, gradients, sums)"
 
 
 def _about_folds(question: Question, setting: Setting, cost: StepCost, longest: Setting | None) -> Iterator[str]:
@@ -302,8 +297,3 @@ def _about_folds(question: Question, setting: Setting, cost: StepCost, longest: 
     )
     if longest:
         yield f"longer than {longest.length:,} tokens does not fit the {question.limit(longest)}'s memory"
-
-
-def _waiting(cost: StepCost) -> str:
-    share = cost.exposed_seconds / cost.seconds
-    return f"{share:.0%} of the step waits for links (blocks, parameters, gradients, sums)"

@@ -22,8 +22,15 @@ from ringspan.plan.model.shapes import ModelShape
 
 AUTO: Final = "auto"
 # More is a slip of the keyboard: every divisor of the devices is tried as a ring, and numbers must stay exact.
+MOST: Final = {"devices": 1 << 20, "length": 1 << 40, "prompt": 1 << 40, "new_tokens": 1 << 40, "batch": 1 << 30}
 FOLDS: Final = (1, 2, 3, 4, 8, 16, 32, 64)  # that are searched
-MOST: Final = {"devices": 1 << 20, "length": 1 << 40, "batch": 1 << 30}
+
+
+def check_sizes(question: object) -> None:
+    """Raise ConfigError for a number of a question for which nothing is planned."""
+    for name, most in MOST.items():
+        if not 1 <= (value := getattr(question, name, 1)) <= most:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: at least 1, and at most {most:,}, is needed")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +52,7 @@ class Question:
     folds: int = 1
 
     def __post_init__(self) -> None:
-        for name, most in MOST.items():
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name} {getattr(self, name)}: at least 1 is needed")
-            if getattr(self, name) > most:
-                raise ConfigError(f"--{name} {getattr(self, name)}: at most {most:,} can be planned for")
+        check_sizes(self)
 
     def fits(self, setting: Setting) -> bool:
         """Return whether devices (less an allowance for their allocator) and hosts have the memory."""
@@ -86,7 +89,8 @@ def meshes(question: Question) -> tuple[Setting, ...]:
     """Return a plain setting per valid mesh of all devices, small rings without tensor parallelism first, or raise."""
     found: list[Setting] = []
     refusal: UnsupportedError | None = None
-    for tp in _tensor_sizes(question):
+    sizes = [tp for tp in divisors(question.devices) if tp == 1 or question.device.devices_per_node % tp == 0]
+    for tp in filter(question.shape.can_split, sizes):
         for ring in divisors(question.devices // tp):
             setting = Setting(
                 length=question.length,
@@ -117,16 +121,6 @@ def meshes(question: Question) -> tuple[Setting, ...]:
             "they divide"
         )
     return tuple(found)
-
-
-def _tensor_sizes(question: Question) -> Iterator[int]:
-    for tp in divisors(question.devices):
-        try:
-            question.shape.split(tp)
-        except UnsupportedError:
-            continue
-        if tp == 1 or question.device.devices_per_node % tp == 0:
-            yield tp
 
 
 def layouts(ring: int) -> tuple[LayoutName, ...]:

@@ -5,6 +5,7 @@ from typing import Any
 
 from ringspan.core.arguments import FREE_CHUNK_TOKENS
 from ringspan.plan.cost.setting import Setting
+from ringspan.plan.generation.cost import Text
 from ringspan.plan.search import Question
 
 
@@ -23,28 +24,33 @@ def toml_tables(question: Question, setting: Setting) -> str:
 
 def train_command(question: Question, setting: Setting, file: str, *, documents: bool = False) -> str:
     """Return the command that trains with ``file``, with overrides for [model], [data] and packed ``documents``."""
-    start = f"ringspan train {file} --nproc {question.devices}"
-    if question.devices > question.device.devices_per_node:
-        # As many on every node: the fewest nodes among which the devices come out even.
-        nodes = -(-question.devices // question.device.devices_per_node)
-        while question.devices % nodes:
-            nodes += 1
-        per_node = question.devices // nodes
-        start = f"torchrun --nnodes {nodes} --nproc-per-node {per_node} ... -m ringspan train {file}"
+    start = start_command(f"ringspan train {file}", question.devices, question.device.devices_per_node)
     overrides = f"model.dtype={setting.compute_dtype} data.sequence_length_tokens={setting.length}"
     return f"{start} \\\n    {overrides}" + (" data.documents=separate" if documents else "")
 
 
+def start_command(command: str, ranks: int, per_node: int) -> str:
+    """Return a command that starts itself on one node's ranks, or by torchrun on those of several."""
+    if ranks <= per_node:
+        return f"{command} --nproc {ranks}"
+    # As many on every node: the fewest nodes among which the ranks come out even.
+    nodes = next(nodes for nodes in range(-(-ranks // per_node), ranks + 1) if ranks % nodes == 0)
+    return f"torchrun --nnodes {nodes} --nproc-per-node {ranks // nodes} ... -m {command}"
+
+
+def mesh_call(mesh: Setting | Text) -> str:
+    axes = {"ring": mesh.ring, "replicate": mesh.replicate, "tp": mesh.tp}
+    return f"rs.init_mesh({', '.join(f'{axis}={size}' for axis, size in axes.items() if axis == 'ring' or size > 1)})"
+
+
 def python_call(setting: Setting) -> str:
-    axes = {"ring": setting.ring, "replicate": setting.replicate, "tp": setting.tp}
-    mesh = ", ".join(f"{axis}={size}" for axis, size in axes.items() if axis == "ring" or size > 1)
     options = _sent(setting) | _kept(setting)
     folds = f", folds={setting.folds}" if setting.folds > 1 else ""
     lines = [
         "import torch",
         "import ringspan as rs",
         "",
-        f"mesh = rs.init_mesh({mesh})",
+        f"mesh = {mesh_call(setting)}",
         "model = rs.parallelize(",
         "    model,",
         "    mesh,",

@@ -76,10 +76,10 @@ def _interval(row: Result) -> tuple[str, str]:
 
 
 def picture(results: Sequence[Result]) -> "Figure":
-    rows = [row for result in results for row in result["rows"]]
-    if any("loss" in row for row in rows):
+    columns = {name for result in results for row in result["rows"] for name in row}
+    if "loss" in columns:
         return curves(results, "loss", "position (tokens)", "loss (nats per token)")
-    if any("depth" in row for row in rows):
+    if "depth" in columns:
         return maps(results)
     return curves(results, "accuracy", "length (tokens)", "accuracy")
 
@@ -95,27 +95,26 @@ def save_picture(results: Sequence[Result], path: Path) -> None:
 def curves(results: Sequence[Result], name: str, x_label: str, y_label: str, unit: str = "tokens") -> "Figure":
     """Draw a curve per model over lengths (logarithmic), with its 95% interval, and values on hover."""
     names = short_names(results)
-    is_share = name == "accuracy"
     left, top, right, bottom = 66.0, 16.0, 420.0, 250.0
     legend = bottom + 58
     spoken = "; ".join(
-        f"{model}: " + ", ".join(f"{_value(row[name], is_share)} at {row['length']:,}" for row in result["rows"])
+        f"{model}: " + ", ".join(f"{_value(row[name], name)} at {row['length']:,}" for row in result["rows"])
         for model, result in zip(names, results, strict=True)
     )
     label = f"{y_label} by {x_label}. {spoken}."
     figure, ground = draw.canvas(460, legend + 18 * len(names) + 4, label)
-    lengths = sorted({row["length"] for result in results for row in result["rows"]})
-    lowest, highest = _limits([row for result in results for row in result["rows"]], name)
+    rows = [row for result in results for row in result["rows"]]
+    lengths = sorted({row["length"] for row in rows})
     room = 0.25 if len(lengths) == 1 else 0.0
     across = (lengths[0] * (1 - room), lengths[-1] * (1 + room))
-    axes = draw.panel(figure, (left, top), (right - left, bottom - top), across, (lowest, highest))
+    axes = draw.panel(figure, (left, top), (right - left, bottom - top), across, _limits(rows, name))
     axes.set_xscale("log", base=2)
     axes.set_axis_on()
     draw.dress(axes, x_label, y_label, 12)
     shown = lengths if len(lengths) < 8 else lengths[:: len(lengths) // 6 + 1]
     axes.set_xticks(shown, [_short(length) for length in shown])
     axes.set_xticks([], minor=True)
-    if is_share:
+    if name == "accuracy":
         axes.set_yticks([0, 0.25, 0.5, 0.75, 1], ["0%", "25%", "50%", "75%", "100%"])
     for at, (model, result) in enumerate(zip(names, results, strict=True)):
         colour, rows = RANK_COLOURS[at % len(RANK_COLOURS)], result["rows"]
@@ -137,7 +136,7 @@ def curves(results: Sequence[Result], name: str, x_label: str, y_label: str, uni
     draw.spots(
         axes,
         [across[0], *middles, across[1]],
-        (f"{length:,} {unit}. {_values(names, results, name, is_share, length)}" for length in lengths),
+        (f"{length:,} {unit}. {_values(names, results, name, length)}" for length in lengths),
     )
     return figure
 
@@ -179,7 +178,7 @@ def _cell(ground: "Axes", x: float, y: float, row: Result | None, model: str) ->
         draw.rectangle(ground, x + 1, y + 1, wide - 2, high - 2, GRID, kind="cell", title=f"{model}: not measured")
         return
     value = row["accuracy"]
-    said = f"{model}, {row['length']:,} tokens, depth {row['depth']:.0%}: {_sure(row, is_share=True)}"
+    said = f"{model}, {row['length']:,} tokens, depth {row['depth']:.0%}: {_sure(row)}"
     draw.rectangle(
         ground, x + 1, y + 1, wide - 2, high - 2, RANK_COLOURS[0], opacity=0.06 + 0.94 * value, kind="cell", title=said
     )
@@ -196,25 +195,22 @@ def _limits(rows: Sequence[Result], name: str) -> tuple[float, float]:
     return min(values) - room, max(values) + room
 
 
-def _values(names: Sequence[str], results: Sequence[Result], name: str, is_share: bool, length: int) -> str:
-    said = [
-        f"{model}: {_sure(row, is_share=is_share, name=name)}"
+def _values(names: Sequence[str], results: Sequence[Result], name: str, length: int) -> str:
+    return "; ".join(
+        f"{model}: {_sure(row, name)}"
         for model, result in zip(names, results, strict=True)
         for row in result["rows"]
         if row["length"] == length
-    ]
-    return "; ".join(said)
+    )
 
 
-def _sure(row: Result, *, is_share: bool, name: str = "accuracy") -> str:
-    value = _value(row[name], is_share)
-    if row["low"] is None:
-        return f"{value}, n = {row['items']}"
-    return f"{value} ({_value(row['low'], is_share)} to {_value(row['high'], is_share)}), n = {row['items']}"
+def _sure(row: Result, name: str = "accuracy") -> str:
+    interval = "" if row["low"] is None else f" ({_value(row['low'], name)} to {_value(row['high'], name)})"
+    return f"{_value(row[name], name)}{interval}, n = {row['items']}"
 
 
-def _value(value: float, is_share: bool) -> str:
-    return f"{value:.1%}" if is_share else f"{value:.4f}"
+def _value(value: float, name: str) -> str:
+    return f"{value:.1%}" if name == "accuracy" else f"{value:.4f}"
 
 
 def _short(length: int) -> str:

@@ -94,7 +94,7 @@ def memory_figure(profiles: Sequence[RankProfile], most: int = _MOMENTS) -> "Fig
         times = [1e3 * profile.memory["seconds"][at] for at in shown]
         areas = {name: [profile.memory[name][at] / 1e6 for at in shown] for name in CATEGORIES}
         _stack(axes, times, areas)
-        _mark(axes, _milliseconds(profile.memory_phases))
+        _mark(axes, profile.memory_phases, 1e3)
         dress(axes, "ms, in a step slowed by the tracker", f"rank {profile.rank}: MB")
         titles = (
             "\n".join(
@@ -125,7 +125,7 @@ def timeline_figure(profiles: Sequence[RankProfile]) -> "Figure":
             title = f"{words}\n{1e3 * (end - start):.2f} ms from {1e3 * start:.2f}"
             place = (axes, 1e3 * start, lane - _LANE / 2, 1e3 * (end - start), _LANE, colour)
             rectangle(*place, edge=PAPER, edge_width=0.3, kind="time", title=title)
-    _mark(axes, _milliseconds(profiles[0].phases))
+    _mark(axes, profiles[0].phases, 1e3)
     axes.set_yticks(range(len(names)), names)
     dress(axes, "ms", "")
     axes.grid(visible=False)
@@ -194,13 +194,9 @@ def _legend(figure: "Figure", axes: "Axes", *, below: bool = False) -> None:
     figure.legend(handles, labels, loc=place, ncols=len(labels), **looks)
 
 
-def _milliseconds(phases: list[tuple[str, float]]) -> list[tuple[str, float]]:
-    return [(name, 1e3 * at) for name, at in phases]
-
-
-def _mark(axes: "Axes", marks: Iterable[tuple[str, float]]) -> None:
+def _mark(axes: "Axes", marks: Iterable[tuple[str, float]], scale: float = 1) -> None:
     limits = axes.get_ylim()
-    for name, at in marks:
+    for name, at in ((name, scale * at) for name, at in marks):
         line(axes, (at, at), limits, INK, 0.8, linestyle=":")
         axes.annotate(
             name, (at, 1.0), xycoords=("data", "axes fraction"), fontsize=8, va="bottom", rotation=30, color=SOFT,

@@ -34,11 +34,9 @@ def ring_picture(layout: Layout, mask: Mask, name: str | None = None) -> "Figure
     shares = [100 * count / max(1, sum(pairs)) for count in pairs]
     heading = f"{name or _name(layout, mask)}, {layout.ranks} rank{'s' if layout.ranks > 1 else ''}"
     spoken = ", ".join(f"rank {rank} {share:.1f} %" for rank, share in enumerate(shares))
-    figure, page = draw.canvas(
-        440,
-        top + side + 34 + 4 + 22 * (ceil(layout.ranks / (2 if layout.ranks > 4 else 1)) + (layout.ranks > 1)),
-        f"Who computes what: {heading}, {layout.length:,} positions. Share of the work: {spoken}.",
-    )
+    height = top + side + 34 + 4 + 22 * (ceil(layout.ranks / (2 if layout.ranks > 4 else 1)) + (layout.ranks > 1))
+    label = f"Who computes what: {heading}, {layout.length:,} positions. Share of the work: {spoken}."
+    figure, page = draw.canvas(440, height, label)
     draw.text(page, 4, 18, heading, strong=True)
     draw.text(page, left + side / 2, 42, "key position", SOFT, "center")
     draw.text(page, 16, top + side / 2, "query position", SOFT, "center", rotation=90)
@@ -49,9 +47,8 @@ def ring_picture(layout: Layout, mask: Mask, name: str | None = None) -> "Figure
     for rank in range(layout.ranks):
         for hop in make_schedule(layout, mask, rank).hops:
             _draw_tiles(square, layout, rank, hop, scale)
-    draw.text(
-        page, 4, top + side + 20, "colour: the rank that computes; number: its hop, later is fainter", SOFT, size=11
-    )
+    note = "colour: the rank that computes; number: its hop, later is fainter"
+    draw.text(page, 4, top + side + 20, note, SOFT, size=11)
     _draw_work_legend(page, shares, top + side + 34)
     return figure
 
@@ -68,11 +65,8 @@ def travel_picture(layout: Layout, mask: Mask) -> "Figure":
     else:
         total = "one rank: nothing travels"
     bottom = top + layout.ranks * height + 18
-    figure, page = draw.canvas(
-        max(440.0, left + layout.ranks * width + 4),
-        bottom + 10,
-        f"What travels: {_name(layout, mask)}, {layout.ranks} ranks. {total}.",
-    )
+    label = f"What travels: {_name(layout, mask)}, {layout.ranks} ranks. {total}."
+    figure, page = draw.canvas(max(440.0, left + layout.ranks * width + 4), bottom + 10, label)
     draw.text(page, 4, 18, f"What travels: {_name(layout, mask)}", strong=True)
     for index in range(layout.ranks):
         draw.text(page, left + (index + 0.5) * width, 40, f"hop {index}", SOFT, "center")
@@ -106,15 +100,9 @@ def _draw_tiles(square: "Axes", layout: Layout, rank: int, hop: Hop, scale: floa
     pieces = list(_pieces(layout, rank, hop))
     if not pieces:
         return
-    draw.polygons(
-        square,
-        pieces,
-        RANK_COLOURS[rank],
-        edge=PAPER,
-        kind="tile",
-        title=f"rank {rank}, hop {hop.index}: keys of rank {hop.owner}, {hop.num_pairs:,} pairs",
-        opacity=1 - 0.6 * hop.index / max(1, layout.ranks - 1),
-    )
+    title = f"rank {rank}, hop {hop.index}: keys of rank {hop.owner}, {hop.num_pairs:,} pairs"
+    opacity = 1 - 0.6 * hop.index / max(1, layout.ranks - 1)
+    draw.polygons(square, pieces, RANK_COLOURS[rank], edge=PAPER, kind="tile", title=title, opacity=opacity)
     for piece in pieces:
         if _room(piece) * scale >= 4:
             x, y = _centre(piece)
@@ -248,15 +236,7 @@ def _draw_block(page: "Axes", layout: Layout, rank: int, hop: Hop, x: float, y: 
     title = f"hop {hop.index}: rank {rank} computes with {size(present):,} of {tokens:,} tokens of rank {hop.owner}"
     draw.rectangle(page, x, y, width, 16, GROUND, edge=GRID)
     for start, stop in present:
-        draw.rectangle(
-            page,
-            x + start / tokens * width,
-            y,
-            (stop - start) / tokens * width,
-            16,
-            RANK_COLOURS[hop.owner],
-            kind="carried",
-            title=title,
-        )
+        first, extent = x + start / tokens * width, (stop - start) / tokens * width
+        draw.rectangle(page, first, y, extent, 16, RANK_COLOURS[hop.owner], kind="carried", title=title)
     told = "own" if hop.index == 0 else f"r{hop.owner}: {share}" if present else "nothing"
     draw.text(page, x + width / 2, y + 30, told, SOFT, "center", size=11)

@@ -181,7 +181,7 @@ def test_a_window_is_cut_into_one_chunk_a_rank():
 
 
 def test_bad_arguments_are_refused_by_name():
-    with pytest.raises(LayoutError, match="ranks of at least 1, got 0"):
+    with pytest.raises(LayoutError, match="ranks must be at least 1, got 0"):
         balanced(rs.causal(), length=8, ranks=0)
     with pytest.raises(LayoutError, match="length"):
         balanced(rs.causal(), length=8.5, ranks=2)

@@ -40,8 +40,8 @@ def test_a_rank_outside_of_the_layout_is_refused():
     ("arguments", "message"),
     [
         (("diagonal", 8, 2), "unknown layout 'diagonal'; choose one of contiguous, striped, zigzag"),
-        (("zigzag", 0, 2), "length=0"),
-        (("zigzag", 8, 0), "ranks=0"),
+        (("zigzag", 0, 2), "length must be at least 1, got 0"),
+        (("zigzag", 8, 0), "ranks must be at least 1, got 0"),
         (("zigzag", 8.5, 2), r"length must be an integer, got 8\.5"),
         (("zigzag", True, 2), "length must be an integer, got True"),
         (("zigzag", 8, "2"), "ranks must be an integer, got '2'"),

@@ -62,8 +62,6 @@ def attention(
         mask=mask, layout=layout_name(layout), route=route, repeats=repeats,
     )  # fmt: skip
     result = _measured(run, case, "attention of a ring and of one process", as_json)
-    if as_json:
-        return
     rows = [
         [
             kind.replace("_", "+"),
@@ -113,8 +111,6 @@ def ring(
         error_ranks=sizes, error_tokens=error_tokens,
     )  # fmt: skip
     result = _measured(run, case, "one rank's hops", as_json)
-    if as_json:
-        return
     rows = [
         [
             kind,
@@ -156,21 +152,18 @@ def step(
         repeats=repeats,
     )  # fmt: skip
     result = _measured(run, case, "steps of a ring and of one process", as_json)
-    if as_json:
-        return
     speeds = [f"{result[f'{who}_tokens_per_second']:,.0f}" for who in ("ring", "baseline")]
     rows = [[*speeds, f"{result['ratio_tokens_per_second']:.3f}", shown_bytes(result["peak_bytes"])]]
     _table(f"one step of {length:,} tokens, {dtype}", ["ring tokens/s", "one process", "ratio", "peak"], rows)
 
 
 def _measured(run: Callable[[Any], dict[str, Any]], case: object, what: str, as_json: bool) -> dict[str, Any]:
-    """Run a benchmark, announced by a line (a moving picture would disturb it), or print its JSON."""
-    if not as_json:
-        say(f"measuring {what}")
-    result = run(case)
+    """Run a benchmark, announced by a line (a moving picture would disturb it), or print its JSON and exit."""
     if as_json:
-        print(json.dumps(result))
-    return result
+        print(json.dumps(run(case)))
+        raise typer.Exit
+    say(f"measuring {what}")
+    return run(case)
 
 
 def _table(title: str, headers: list[str], rows: list[list[str]]) -> None:

@@ -31,55 +31,38 @@ DEFAULT_PROMPT, DEFAULT_NEW_TOKENS = 100_000, 200
 
 
 Model = Annotated[
-    str,
-    typer.Option(
-        "--model",
-        help=f"A config.json or its folder, a Hugging Face id, or one of these names: {', '.join(MODELS)}.",
-    ),
+    str, typer.Option(help=f"A config.json or its folder, a Hugging Face id, or one of these: {', '.join(MODELS)}.")
 ]
-Devices = Annotated[int, typer.Option("--devices", min=1, help="Number of accelerators.")]
+Devices = Annotated[int, typer.Option(min=1, help="Number of accelerators.")]
 Device = Annotated[
-    str,
-    typer.Option(
-        "--device", help="Kind of accelerator: h100, b200, mi300x, v5p, ..., or numbers: flops=...,memory_bytes=..."
-    ),
+    str, typer.Option(help="Kind of accelerator: h100, b200, mi300x, v5p, ..., or numbers: flops=...,memory_bytes=...")
 ]
-Nodes = Annotated[
-    int | None, typer.Option("--nodes", min=1, help="Number of machines; default: as this kind is usually built.")
-]
-Length = Annotated[int, typer.Option("--length", min=1, help="Tokens of one sequence.")]
-Batch = Annotated[int, typer.Option("--batch", min=1, help="Sequences per optimizer step, on all devices.")]
+Nodes = Annotated[int | None, typer.Option(min=1, help="Number of machines; default: as this kind is usually built.")]
+Length = Annotated[int, typer.Option(min=1, help="Tokens of one sequence.")]
+Batch = Annotated[int, typer.Option(min=1, help="Sequences per optimizer step, on all devices.")]
 BatchOrPrompts = Annotated[
-    int, typer.Option("--batch", min=1, help="Sequences per optimizer step on all devices, or prompts at once.")
+    int, typer.Option(min=1, help="Sequences per optimizer step on all devices, or prompts at once.")
 ]
-Dtype = Annotated[str, typer.Option("--dtype", help="Dtype of computing (model.dtype): bfloat16 or float32.")]
+Dtype = Annotated[str, typer.Option(help="Dtype of computing (model.dtype): bfloat16 or float32.")]
 ParameterDtype = Annotated[
     str,
-    typer.Option(
-        "--parameter-dtype",
-        help="Dtype of parameters, gradients and moments (model.parameter_dtype): float32 or bfloat16.",
-    ),
+    typer.Option(help="Dtype of parameters, gradients and moments (model.parameter_dtype): float32 or bfloat16."),
 ]
 Route = Annotated[
     str,
     typer.Option(
-        "--route",
-        help="auto, or ring, bidirectional, double-ring:I, all-gather, pass-q, ulysses, ulysses:U, ulysses:U+ROUTE.",
+        help="auto, or ring, bidirectional, double-ring:I, all-gather, pass-q, ulysses, ulysses:U, ulysses:U+ROUTE."
     ),
 ]
-CommDtype = Annotated[
-    str, typer.Option("--comm-dtype", help="Dtype of keys and values in messages: exact, bfloat16, float8 or int8.")
-]
+CommDtype = Annotated[str, typer.Option(help="Dtype of keys and values in messages: exact, bfloat16, float8 or int8.")]
 
 
-# Options of training, without a part in generation.
-_OF_TRAINING = (
-    "length", "parameter_dtype", "route", "comm_dtype", "folds", "lora", "weights", "images", "frames", "sound",
-    "documents", "trace", "rank", "picture", "why_not", "explain", "group", "completion",
-)  # fmt: skip
-# Those without a part in a comparison of groups.
+# Options of a training step without a part in a comparison of groups, and those without a part in generation.
 _OF_SEQUENCES = (
     "length", "folds", "images", "frames", "sound", "documents", "trace", "rank", "picture", "why_not", "explain",
+)  # fmt: skip
+_OF_TRAINING = (
+    *_OF_SEQUENCES, "parameter_dtype", "route", "comm_dtype", "lora", "weights", "group", "completion",
 )  # fmt: skip
 
 

@@ -31,9 +31,7 @@ def balanced(mask: Mask, *, length: int, ranks: int, chunk_tokens: int = CHUNK_T
         raise LayoutError(f"a balanced layout needs a mask, got {described(mask)}; {FORMS}")
     numbers = {"length": length, "ranks": ranks, "chunk_tokens": chunk_tokens}
     for name, value in numbers.items():
-        numbers[name] = integer(value, name, LayoutError)
-        if numbers[name] < 1:
-            raise LayoutError(f"a balanced layout needs {name} of at least 1, got {value}")
+        numbers[name] = integer(value, name, LayoutError, at_least=1)
     return _balanced(mask, *numbers.values())
 
 

@@ -55,13 +55,9 @@ class Layout:
     def __post_init__(self) -> None:
         layout_name(self.name)
         for name in ("length", "ranks", "members"):
-            value = getattr(self, name)
-            if type(value) is not int:  # numpy's, which would not be one in a cache's key or an operator's argument
-                object.__setattr__(self, name, integer(value, name, LayoutError))
-        if self.ranks < 1:
-            raise LayoutError(f"a layout needs at least one rank, got ranks={self.ranks}")
-        if self.length < 1:
-            raise LayoutError(f"a layout needs at least one token, got length={self.length}")
+            # Of numpy's, which would not be one in a cache's key or an operator's argument, too.
+            number = integer(getattr(self, name), name, LayoutError, at_least=1)
+            object.__setattr__(self, name, number)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -143,12 +139,8 @@ class Layout:
         return np.argsort(self.permutation)
 
 
-def _of_whole_numbers(start: int, count: int, step: int) -> Span:
-    return Span(
-        integer(start, "the start of a run", LayoutError),
-        integer(count, "the count of a run", LayoutError),
-        integer(step, "the step of a run", LayoutError),
-    )
+def _of_whole_numbers(run: Span) -> Span:
+    return Span(*(integer(number, f"the {name} of a run", LayoutError) for name, number in run._asdict().items()))
 
 
 def _wrong(start: int, count: int, step: int, end: int) -> str:
@@ -190,7 +182,7 @@ class CustomLayout(Layout):
             ) from error
         # A cache makes a layout for every token, of runs that are integers.
         if not {int}.issuperset(map(type, chain.from_iterable(chain.from_iterable(spans)))):
-            spans = tuple(tuple(starmap(_of_whole_numbers, held)) for held in spans)
+            spans = tuple(tuple(map(_of_whole_numbers, held)) for held in spans)
         if length is None:
             length = max((span.start + span.count for held in spans for span in held), default=0)
         return CustomLayout("custom", length, len(spans), parts=spans)  # pyright: ignore[reportArgumentType]

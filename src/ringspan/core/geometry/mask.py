@@ -209,11 +209,8 @@ def causal() -> Mask:
 
 def sliding_window(window: int, *, global_tokens: int = 0) -> Mask:
     """Let query q see keys with ``0 <= q - k < window``, and the first ``global_tokens``; MaskError if too small."""
-    window, global_tokens = integer(window, "window", MaskError), integer(global_tokens, "global_tokens", MaskError)
-    if window < 1:
-        raise MaskError(f"a sliding window must hold at least one token, got {window}")
-    if global_tokens < 0:
-        raise MaskError(f"global_tokens must not be negative, got {global_tokens}")
+    window = integer(window, "window", MaskError, at_least=1)
+    global_tokens = integer(global_tokens, "global_tokens", MaskError, at_least=0)
     local = Mask((Region(lo=0, hi=window - 1),), f"window:{window}")
     if global_tokens == 0:
         return local
@@ -222,9 +219,7 @@ def sliding_window(window: int, *, global_tokens: int = 0) -> Mask:
 
 def prefix_lm(prefix: int) -> Mask:
     """Let every query see the first ``prefix`` keys, then causally (Raffel et al. 2020); MaskError if negative."""
-    prefix = integer(prefix, "prefix", MaskError)
-    if prefix < 0:
-        raise MaskError(f"a prefix must not be negative, got {prefix}")
+    prefix = integer(prefix, "prefix", MaskError, at_least=0)
     # Split by key, not by query: the two regions share no pair, and each has one bound on q - k.
     seen = (Region(k1=prefix),) if prefix else ()
     return Mask((*seen, Region(k0=prefix, lo=0)), f"prefix:{prefix}")
@@ -278,9 +273,7 @@ def _document_lengths(lengths: Iterable[Any]) -> list[int]:
 
 def chunked(size: int, *, length: int) -> Mask:
     """Return Llama 4's causal attention within chunks of ``size`` tokens; MaskError for sizes below one."""
-    size, length = integer(size, "size", MaskError), integer(length, "length", MaskError)
-    if size < 1 or length < 1:
-        raise MaskError(f"chunked attention needs a positive size and length, got size={size}, length={length}")
+    size, length = (integer(*each, MaskError, at_least=1) for each in ((size, "size"), (length, "length")))
     # Chunks are documents of one length; the last one is shorter where the length asks for it.
     whole, rest = divmod(length, size)
     return Mask(documents([size] * whole + ([rest] if rest else [])).regions, f"chunked:{size}")

@@ -41,6 +41,10 @@ class Pass(NamedTuple):
     inter_node_bytes: float
 
 
+def one_after_the_other(*each: Pass) -> Pass:
+    return Pass(*map(sum, zip(Pass(0, 0, 0, 0), *each, strict=True)))
+
+
 def forward_pass(
     layout: Layout, mask: Mask, route: str | Route, shape: Shape, speeds: Speeds, keys: Layout | None = None, *,
     comm_dtype: str = "exact",
@@ -61,9 +65,9 @@ def passes(
     keys = keys or layout
     route = Route.parse(route, layout.ranks) if isinstance(route, str) else route
     route = route.backward if is_backward else route
-    trades: tuple[Pass, ...] = ()
+    traded = Pass(0, 0, 0, 0)
     if route.ulysses > 1:
-        trades = trade(layout, keys, shape, route.ulysses, speeds, is_backward=is_backward)
+        traded = one_after_the_other(*trade(layout, keys, shape, route.ulysses, speeds, is_backward=is_backward))
         shape = shape.of(member_heads(shape.heads, shape.kv_heads, route.ulysses)[0])
         layout, keys = (_without_members(each.grouped(route.ulysses)) for each in (layout, keys))
         # Members of one place in their groups are as far apart as the groups.
@@ -72,18 +76,10 @@ def passes(
     ranks = _slow_ranks(layout, keys, mask, between, shape, speeds, is_backward=is_backward)
     schedules = {rank: make_schedule(layout, mask, rank, keys, between) for rank in ranks}
     alone = {
-        rank: _walk(_part(schedule, shape, comm_dtype), speeds, is_backward=is_backward)
+        rank: one_after_the_other(_walk(_part(schedule, shape, comm_dtype), speeds, is_backward=is_backward), traded)
         for rank, schedule in schedules.items()
     }
-    return tuple(
-        Pass(
-            one.seconds + sum(each.seconds for each in trades),
-            one.compute_seconds,
-            one.intra_node_bytes + sum(each.intra_node_bytes for each in trades),
-            one.inter_node_bytes + sum(each.inter_node_bytes for each in trades),
-        )
-        for one in map(alone.__getitem__, ranks)
-    )
+    return tuple(map(alone.__getitem__, ranks))
 
 
 def _part(schedule: Schedule, shape: Shape, comm_dtype: str = "exact") -> Part:

@@ -3,7 +3,6 @@
 All ranks run one program: a round of the scan is a ``ppermute`` per pair of local spans that exchange.
 """
 
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -90,18 +89,14 @@ def inputs_before(x: Array, width: int, *, layout: Layout, axis_name: str) -> Ar
         count = min(tokens, width - (reach - 1) * tokens)
         tails = x[:, :, tokens - count :]
         halo = [jnp.zeros_like(tail) for tail in tails]
-        for (out, into), pairs in _steps(spans, reach):
+        moves: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for source, target in zip(spans, spans[reach:], strict=False):
+            moves.setdefault((source.place, target.place), []).append((source.rank, target.rank))
+        for (out, into), pairs in moves.items():
             arrived = lax.ppermute(tails[out], axis_name, pairs)
             halo[into] = jnp.where(_is_one_of(rank, [r for _, r in pairs], layout.ranks), arrived, halo[into])
         parts.append(jnp.stack(halo))
     return jnp.concatenate(parts[::-1], 2)
-
-
-def _steps(spans: tuple[Span, ...], reach: int) -> Iterator[tuple[tuple[int, int], list[tuple[int, int]]]]:
-    moves: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for source, target in zip(spans, spans[reach:], strict=False):
-        moves.setdefault((source.place, target.place), []).append((source.rank, target.rank))
-    yield from moves.items()
 
 
 def _is_one_of(rank: Array, ranks: list[int], count: int) -> Array:

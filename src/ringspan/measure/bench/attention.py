@@ -67,7 +67,9 @@ def _measure(case: AttentionCase) -> dict[str, Any]:
     whole = [x[:, : case.length].transpose(1, 2).requires_grad_() for x in inputs]
     local_dout, whole_dout = dout[:, mine].transpose(1, 2), dout[:, : case.length].transpose(1, 2)
     inputs, dout = [x.transpose(1, 2) for x in inputs], dout.transpose(1, 2)
-    dense = _dense(mask, case.length, device) if case.mask not in ("causal", "full") else None
+    dense = None
+    if case.mask not in ("causal", "full"):
+        dense = torch.from_numpy(mask.dense(*2 * [np.arange(case.length)])).to(device)
 
     def on_ring(backward: bool) -> list[Tensor]:
         out = ring_attention(*local, mask=mask, layout=layout, route=case.route)
@@ -105,11 +107,6 @@ def _measure(case: AttentionCase) -> dict[str, Any]:
         },
         "max_relative_error": _error(case, inputs, dout, on_ring(True)),
     }
-
-
-def _dense(mask: Mask, length: int, device: torch.device) -> Tensor:
-    positions = np.arange(length)
-    return torch.from_numpy(mask.dense(positions, positions)).to(device)
 
 
 def _exposed(on_ring: Callable[[bool], list[Tensor]]) -> dict[str, float]:

@@ -311,7 +311,7 @@ def error_row(case: RingCase, ranks: int) -> dict[str, Any]:
     layout = _layout(small)
     one = PlayedRank(replace(small, virtual_ranks=1, tokens=layout.length))
     q, k, v, dout, mask = one.q, one.k, one.v, one.dout, one.mask
-    found: dict[str, list[Any]] = {name: [] for name in ("out", "dq", "alone out", "alone dq", "exact out", "exact dq")}
+    found: dict[str, list[tuple[np.ndarray, ...]]] = {"out": [], "dq": []}  # the ring's, one kernel's, and exact
     with torch.no_grad():
         whole = ring_of(small, one.layout, q, k)
         result = ring.forward(whole, q, k, v)
@@ -334,19 +334,14 @@ def error_row(case: RingCase, ranks: int) -> dict[str, Any]:
             allowed = mask.dense(rows, np.arange(layout.length))
             exact_q, exact_k, exact_v, exact_dout = (_exact(x) for x in (q[:, :, rows], k, v, dout[:, :, rows]))
             problem = exact_q, exact_k, exact_v, allowed, small.head_dim**-0.5
-            found["exact out"].append(reference.attention(*problem)[0])
-            found["exact dq"].append(reference.backward(exact_dout, *problem).dq)
-            for name, x in (("out", result[0][:, :, sample]), ("dq", dq[:, :, sample])):
-                found[name].append(_exact(x))
-            for name, x in zip(("alone out", "alone dq"), alone, strict=True):
-                found[name].append(_exact(x[:, :, rows]))
-    joined = {name: np.concatenate(parts, axis=2) for name, parts in found.items()}
-    errors = {
-        name: float(np.linalg.norm(joined[name] - joined[f"exact {name.split()[-1]}"]))
-        / float(np.linalg.norm(joined[f"exact {name.split()[-1]}"]))
-        for name in ("out", "dq", "alone out", "alone dq")
-    }
-    return {"ranks": ranks, **{name.replace(" ", "_"): error for name, error in errors.items()}}
+            expected = reference.attention(*problem)[0], reference.backward(exact_dout, *problem).dq
+            for name, x, one_kernel, right in zip(found, (result[0], dq), alone, expected, strict=True):
+                found[name].append((_exact(x[:, :, sample]), _exact(one_kernel[:, :, rows]), right))
+    errors: dict[str, Any] = {"ranks": ranks}
+    for name, parts in found.items():
+        *both, right = (np.concatenate(each, axis=2) for each in zip(*parts, strict=True))
+        errors[name], errors[f"alone_{name}"] = (float(np.linalg.norm(x - right) / np.linalg.norm(right)) for x in both)
+    return errors
 
 
 def _exact(x: Tensor) -> np.ndarray:

@@ -4,7 +4,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
 
@@ -187,11 +187,10 @@ def exposed_seconds(events: list[tuple[float, int, int]], bandwidth: float) -> f
     return delay
 
 
+@dataclass
 class _Layers:
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.forward: dict[int, list[Moment]] = {}
-        self.backward: dict[int, list[Moment]] = {}
+    forward: dict[int, list[Moment]] = field(default_factory=dict)
+    backward: dict[int, list[Moment]] = field(default_factory=dict)
 
     def seconds(self) -> tuple[tuple[float, float], ...]:
         return tuple((seconds(*self.forward[n]), seconds(*self.backward[n])) for n in sorted(self.forward))
@@ -200,7 +199,7 @@ class _Layers:
 @contextmanager
 def _layer_moments(model: nn.Module, device: torch.device) -> Iterator[_Layers]:
     """Record layers' start and end by hooks in forward, and on input and output gradients."""
-    layers, handles = _Layers(device), []
+    layers, handles = _Layers(), []
 
     def begin(number: int, module: nn.Module, args: tuple[Tensor, ...]) -> None:
         if number not in layers.forward:  # not when it is computed again

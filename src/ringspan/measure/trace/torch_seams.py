@@ -1,8 +1,9 @@
 """Replacements in torch while a trace is active, where torch has no argument, hook or registry."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,8 +11,7 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import _disable_current_modes
 
 
-@contextmanager
-def real_meshes() -> Iterator[None]:
+def real_meshes() -> ExitStack:
     """Let meshes compute with numbers while tensors are fake, where FSDP2 takes axes out and joins them."""
     # A mesh reads its rank from a tensor, which under ``FakeTensorMode`` has no values; it has no argument for that.
     take, join = DeviceMesh.__getitem__, DeviceMesh._concatenate
@@ -24,15 +24,13 @@ def real_meshes() -> Iterator[None]:
         with _disable_current_modes():
             return join(meshes)
 
-    DeviceMesh.__getitem__, DeviceMesh._concatenate = taken, staticmethod(joined)  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        DeviceMesh.__getitem__, DeviceMesh._concatenate = take, staticmethod(join)  # pyright: ignore[reportAttributeAccessIssue]
+    replaced = ExitStack()
+    replaced.enter_context(patch.object(DeviceMesh, "__getitem__", taken))
+    replaced.enter_context(patch.object(DeviceMesh, "_concatenate", staticmethod(joined)))
+    return replaced
 
 
-@contextmanager
-def watched_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+def watched_resizes(resized: Callable[[torch.UntypedStorage], None]) -> AbstractContextManager[object]:
     """Call ``resized`` after a storage changes its size, as FSDP does; a dispatch mode sees only operators."""
     resize = torch.UntypedStorage.resize_
 
@@ -41,15 +39,10 @@ def watched_resizes(resized: Callable[[torch.UntypedStorage], None]) -> Iterator
         resized(storage)
         return result
 
-    torch.UntypedStorage.resize_ = resize_and_tell  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        torch.UntypedStorage.resize_ = resize
+    return patch.object(torch.UntypedStorage, "resize_", resize_and_tell)
 
 
-@contextmanager
-def watched_predictions(predicts: Callable[[bool], None]) -> Iterator[None]:
+def watched_predictions(predicts: Callable[[bool], None]) -> AbstractContextManager[object]:
     """Call ``predicts`` when DTensor begins and ends a run on fake tensors that only predicts shapes."""
     # A dispatch mode cannot tell them from a traced run's own: they are of the fake mode that is active.
     predict = ShardingPropagator._propagate_tensor_meta_non_cached
@@ -61,8 +54,4 @@ def watched_predictions(predicts: Callable[[bool], None]) -> Iterator[None]:
         finally:
             predicts(False)
 
-    ShardingPropagator._propagate_tensor_meta_non_cached = predict_and_tell  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        ShardingPropagator._propagate_tensor_meta_non_cached = predict
+    return patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", predict_and_tell)

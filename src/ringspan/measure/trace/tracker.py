@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -77,7 +78,7 @@ class MemoryTracker(TorchDispatchMode):
         """Watch storages change their size, and DTensor make tensors that take no memory."""
         seams = ExitStack()
         seams.enter_context(watched_resizes(self._resized))
-        seams.enter_context(watched_predictions(self._set_predicts))
+        seams.enter_context(watched_predictions(partial(setattr, self, "_predicts")))
         self._seams.append(seams)
         return super().__enter__()
 
@@ -187,9 +188,6 @@ class MemoryTracker(TorchDispatchMode):
         known = self._storages.pop(cdata, None)
         if known is not None:
             self._count(known.category, -known.num_bytes)
-
-    def _set_predicts(self, predicts: bool) -> None:
-        self._predicts = predicts
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         known = self._storages.get(storage._cdata)

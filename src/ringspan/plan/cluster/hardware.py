@@ -64,12 +64,12 @@ def device(text: str) -> Device:
         base = _named(name)
     values = dict(_read(change) for change in changes)
     if base is not None:
-        return _replace(base, values | ({"title": f"{base.title}, changed"} if values else {}))
+        return replace(base, **_in_kind(values), **({"title": f"{base.title}, changed"} if values else {}))
     missing = [field for field in _BY_HAND[:3] if field not in values]
     if missing:
         raise ConfigError(f"--device {text!r}: a device given by hand also needs {', '.join(missing)}")
     defaults = {"inter_node_bandwidth": values["intra_node_bandwidth"], "devices_per_node": 1 << 30}
-    return _replace(_Unnamed, {**defaults, **values})
+    return Device(name="by-hand", title="device given by hand", **_in_kind({**defaults, **values}))
 
 
 def _named(name: str) -> Device:
@@ -101,16 +101,6 @@ def _all_names() -> dict[str, tuple[str, str]]:
 
 _NAMES: Final = _all_names()
 
-_Unnamed: Final = Device(
-    name="by-hand",
-    title="device given by hand",
-    flops=1,
-    memory_bytes=1,
-    intra_node_bandwidth=1,
-    inter_node_bandwidth=1,
-    devices_per_node=1,
-)
-
 
 def _read(change: str) -> tuple[str, float]:
     field, _, number = change.partition("=")
@@ -132,5 +122,5 @@ def _read(change: str) -> tuple[str, float]:
     return field, value
 
 
-def _replace(base: Device, values: dict[str, Any]) -> Device:
-    return replace(base, **{name: int(value) if name in _WHOLE else value for name, value in values.items()})
+def _in_kind(values: dict[str, float]) -> dict[str, Any]:
+    return {name: int(value) if name in _WHOLE else value for name, value in values.items()}

@@ -6,10 +6,10 @@ parallelism.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, NamedTuple
 
 from ringspan.core.costs import training_flops
-from ringspan.core.schedule.timing import Pass, Speeds
+from ringspan.core.schedule.timing import Pass, Speeds, one_after_the_other
 from ringspan.core.schedule.workspace import Shape, sent_itemsize
 from ringspan.plan.cluster.hardware import Device
 from ringspan.plan.cost.folds import copied_bytes, folds_read
@@ -106,45 +106,36 @@ def step_cost(
             parts.append((repeats, times.towers()))
         parts += [(repeats * count, times.layer(kind)) for kind, count in kinds.items()]
 
-    def total(field: str) -> float:
-        return sum(count * getattr(part, field) for count, part in parts)
-
+    total = _Time(*map(sum, zip(*([count * cost for cost in part] for count, part in parts), strict=True)))
     flops = batch * model_flops(shape, setting.length)
-    seconds, copied = total("seconds"), 0
     if setting.optimizer_on_host:
         numbers = local_trained_bytes(shape, setting)
         copied = _HOST_STEP_COPIES * numbers
         # The host's memory is taken to be as fast as the device's link to it.
-        seconds += (copied + _HOST_STEP_ACCESSES * numbers) / device.host_bandwidth
+        seconds = total.seconds + (copied + _HOST_STEP_ACCESSES * numbers) / device.host_bandwidth
+        total = total._replace(seconds=seconds, host_bytes=total.host_bytes + copied)
     return StepCost(
         flops=flops,
-        seconds=seconds,
-        compute_seconds=total("compute"),
-        ring_bytes=total("ring_bytes"),
-        shard_bytes=total("shard_bytes"),
-        tensor_bytes=total("tensor_bytes"),
-        intra_node_bytes=total("intra_bytes"),
-        inter_node_bytes=total("inter_bytes"),
-        host_bytes=total("host_bytes") + copied,
         tokens=batch * setting.length,
-        mfu=flops / (seconds * device.flops * setting.devices),
-        attention_seconds=total("attention"),
-        gather_seconds=total("shard_bytes") / device.bandwidth(setting.devices),
-        host_seconds=(total("host_bytes") + copied) / 2 / device.host_bandwidth if device.host_bandwidth else 0.0,
+        mfu=flops / (total.seconds * device.flops * setting.devices),
+        gather_seconds=total.shard_bytes / device.bandwidth(setting.devices),
+        host_seconds=total.host_bytes / 2 / device.host_bandwidth if device.host_bandwidth else 0.0,
+        **total._asdict(),
     )
 
 
-@dataclass(frozen=True)
-class _Time:
-    compute: float
+class _Time(NamedTuple):
+    """One layer's part of a ``StepCost``."""
+
     seconds: float
+    compute_seconds: float
+    attention_seconds: float
     ring_bytes: float
     shard_bytes: float
     tensor_bytes: float
-    intra_bytes: float
-    inter_bytes: float
+    intra_node_bytes: float
+    inter_node_bytes: float
     host_bytes: float
-    attention: float
 
 
 class _LayerTimes:
@@ -204,7 +195,7 @@ class _LayerTimes:
         if kind.packed and self.device.memory_bandwidth:  # read, and written in full, for each pass
             unpacked = self.shape.bytes_of(2 * kind.packed, kind.packed, setting.number_bytes)
             matrices += (2 + bool(self.again) + self.first) * setting.folds * unpacked / self.device.memory_bandwidth
-        attention = _added(passes)
+        attention = one_after_the_other(*passes)
         return self._time(
             matrices + attention.compute_seconds,
             matrices + attention.seconds,
@@ -261,9 +252,8 @@ class _LayerTimes:
         if others := folds_read(kind, setting):
             pairs = (seen_pairs(kind, folds * length) - folds * own) / others
             slower = replace(speeds, flops=speeds.flops * causal_pairs(length) / max(pairs, 1.0))
-            found = [
-                _added(each) for each in zip(found, _times(kind.calls * others, 1.0, both(None, slower)), strict=True)
-            ]
+            earlier = _times(kind.calls * others, 1.0, both(None, slower))
+            found = [one_after_the_other(*each) for each in zip(found, earlier, strict=True)]
         return found[0], found[1]
 
     def _computed_again(self, forward: Pass) -> list[Pass]:
@@ -314,15 +304,15 @@ class _LayerTimes:
             one_way = host / 2 / device.host_bandwidth
             seconds += max(0.0, one_way - seconds / 4) + max(0.0, one_way - seconds * 3 / 4)
         return _Time(
-            compute=compute,
             seconds=seconds,
+            compute_seconds=compute,
+            attention_seconds=attention.compute_seconds,
             ring_bytes=attention.intra_node_bytes + attention.inter_node_bytes,
             shard_bytes=gathered + reduced,
             tensor_bytes=tensor,
-            intra_bytes=carried[True],
-            inter_bytes=carried[False],
+            intra_node_bytes=carried[True],
+            inter_node_bytes=carried[False],
             host_bytes=host,
-            attention=attention.compute_seconds,
         )
 
     def _shard_bytes(self, weights: tuple[int, int], gathers: float) -> tuple[float, float]:
@@ -340,10 +330,6 @@ def _times(count: int, share: float, passes: Iterable[Pass]) -> list[Pass]:
         Pass(*(count * cost for cost in (share * each.seconds, share * each.compute_seconds, *each[2:])))
         for each in passes
     ]
-
-
-def _added(passes: Iterable[Pass]) -> Pass:
-    return Pass(*(sum(column) for column in zip(Pass(0, 0, 0, 0), *passes, strict=True)))
 
 
 def _shares(ranks: int, distance: int, per_node: int) -> dict[bool, float]:

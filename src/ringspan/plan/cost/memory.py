@@ -7,10 +7,10 @@ intermediate size, H, G heads, D head size, V vocabulary, N ranks of the ring, U
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import partial
 from typing import Final
 
-from ringspan.core.costs import LossBytes, loss_bytes
+from ringspan.core.costs import loss_bytes
 from ringspan.core.schedule.choice import head_groups
 from ringspan.core.schedule.route import Heads, Route, member_heads
 from ringspan.plan.cost import kept
@@ -54,7 +54,7 @@ def training_memory(shape: ModelShape, setting: Setting) -> Memory:
     check_setting(shape, setting)
     step = _Step(shape, setting)
     moments = (
-        step.gather(), step.loss(), step.loss_gradient(), *step.layers(), *step.towers(), *step.embedding(),
+        step.gather(), *step.losses(), *step.layers(), *step.towers(), *step.embedding(),
         step.update(),
     )  # fmt: skip
     return max(moments, key=lambda memory: memory.peak_bytes)
@@ -136,32 +136,24 @@ class _Step:
         """Moment when the root's gathered parameters are copied out, with the first layer's in flight."""
         return self.memory("gathering", communication=2 * (self.gathered + self.layer_bytes))
 
-    @cached_property
-    def _loss(self) -> LossBytes:
-        return loss_bytes(
-            self.shape.hidden,
-            self.shape.vocab,
-            self.a,
-            chunk_tokens=min(self.setting.loss_chunk_tokens, self.tokens),
-            chunk_vocabulary=self.setting.loss_chunk_vocabulary,
-        )
-
-    def loss(self) -> Memory:
-        """Moment when the loss computes gradients of a chunk of logits."""
-        return self._in_loss("loss", self._loss.block)
-
-    def loss_gradient(self) -> Memory:
-        """Moment when backward scales the head's float32 gradient and casts it to the parameters' dtype."""
-        return self._in_loss("loss backward", 0 if self.shape.lora else self._loss.rounded)
-
-    def _in_loss(self, moment: str, temporaries: int) -> Memory:
-        return self.memory(
-            moment,
-            activations=self.kept(self.shape.layers) + self.end + self.seen,
-            temporaries=(0 if self.shape.lora else self._loss.sums) + temporaries + self.hidden,
-            communication=self.gathered + self.layer_bytes,
-            done=0,
-        )
+    def losses(self) -> list[Memory]:
+        """Moments when the loss has gradients of a chunk of logits, and when backward casts the head's float32 one."""
+        setting = self.setting
+        loss = loss_bytes(
+            self.shape.hidden, self.shape.vocab, self.a, chunk_tokens=min(setting.loss_chunk_tokens, self.tokens),
+            chunk_vocabulary=setting.loss_chunk_vocabulary,
+        )  # fmt: skip
+        sums, rounded = (0, 0) if self.shape.lora else (loss.sums, loss.rounded)
+        return [
+            self.memory(
+                moment,
+                activations=self.kept(self.shape.layers) + self.end + self.seen,
+                temporaries=sums + temporaries + self.hidden,
+                communication=self.gathered + self.layer_bytes,
+                done=0,
+            )
+            for moment, temporaries in (("loss", loss.block), ("loss backward", rounded))
+        ]
 
     def layers(self) -> list[Memory]:
         """Moments of the last, second last and first layer, and segments with just recomputed inputs."""

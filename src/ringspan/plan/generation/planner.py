@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Final
+from typing import Any
 
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.messages.units import shown_bytes, shown_seconds
@@ -11,15 +11,7 @@ from ringspan.core.schedule.choice import WORTH_IT
 from ringspan.plan.cluster.devices import Device
 from ringspan.plan.generation.cost import COLLECTIVE_SECONDS, Text, TextCost, text_bytes, text_cost
 from ringspan.plan.model.shapes import ModelShape
-from ringspan.plan.search import MOST, divisors
-
-# More is a slip of the keyboard, as in training.
-_MOST: Final = {
-    "devices": MOST["devices"],
-    "prompt": MOST["length"],
-    "new_tokens": MOST["length"],
-    "batch": MOST["batch"],
-}
+from ringspan.plan.search import MOST, check_sizes, divisors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,9 +27,7 @@ class TextQuestion:
     dtype: str = "bfloat16"
 
     def __post_init__(self) -> None:
-        for name, most in _MOST.items():
-            if not 1 <= (value := getattr(self, name)) <= most:
-                raise ConfigError(f"--{name.replace('_', '-')} {value}: at least 1, and at most {most:,}, is needed")
+        check_sizes(self)
         if not self.shape.is_plain:
             what = "of images" if self.shape.sees else "of states, experts or layers that differ"
             raise UnsupportedError(
@@ -63,7 +53,7 @@ class TextQuestion:
         found: list[Text] = []
         for devices in divisors(self.devices):
             for tp in divisors(devices):
-                if tp > self.device.devices_per_node or not self._can_split(tp):
+                if tp > self.device.devices_per_node or not self.shape.can_split(tp):
                     continue
                 for replicate in divisors(devices // tp):
                     if self.batch % replicate == 0:
@@ -71,13 +61,6 @@ class TextQuestion:
                         one = replace(self.alone, ring=ring, tp=tp, replicate=replicate, batch=self.batch // replicate)
                         found += [one, replace(one, weights="sharded")] if ring > 1 else [one]
         return tuple(found)
-
-    def _can_split(self, tp: int) -> bool:
-        try:
-            self.shape.split(tp)
-        except UnsupportedError:
-            return False
-        return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,30 +95,17 @@ class TextPlan:
 
     def as_json(self) -> dict[str, Any]:
         text, cost = self.text, self.cost
-        return {
-            "fits": self.fits,
+        return _as_json(cost, fits=self.fits) | {
             "mesh": {"replicate": text.replicate, "ring": text.ring, "tp": text.tp},
             "devices_used": text.devices,
             "weights": text.weights,
-            "bytes": _bytes(cost),
-            "peak_bytes": cost.peak_bytes,
             "cache_bytes_per_rank": cost.cache_bytes,
-            "first_token_seconds": cost.first_token_seconds,
-            "seconds_per_token": cost.token_seconds,
             "seconds_per_token_parts": cost.token_parts,
             "collectives_per_token": cost.collectives_per_token,
-            "seconds": cost.seconds,
             "max_prompt_tokens": self.max_prompt,
             "positions": self.positions,
             "one_device_is_better": self.alone_is_better,
-            "one_device": {
-                "fits": self.alone_fits,
-                "bytes": _bytes(self.alone),
-                "peak_bytes": self.alone.peak_bytes,
-                "first_token_seconds": self.alone.first_token_seconds,
-                "seconds_per_token": self.alone.token_seconds,
-                "seconds": self.alone.seconds,
-            },
+            "one_device": _as_json(self.alone, fits=self.alone_fits),
             "reasons": list(self.reasons()),
         }
 
@@ -220,8 +190,15 @@ class TextPlan:
             yield f"{share:.0%} of the time to the first token waits for links"
 
 
-def _bytes(cost: TextCost) -> dict[str, int]:
-    return {"weights": cost.weight_bytes, "cache": cost.cache_bytes, "chunk": cost.work_bytes}
+def _as_json(cost: TextCost, *, fits: bool) -> dict[str, Any]:
+    return {
+        "fits": fits,
+        "bytes": {"weights": cost.weight_bytes, "cache": cost.cache_bytes, "chunk": cost.work_bytes},
+        "peak_bytes": cost.peak_bytes,
+        "first_token_seconds": cost.first_token_seconds,
+        "seconds_per_token": cost.token_seconds,
+        "seconds": cost.seconds,
+    }
 
 
 def plan_text(question: TextQuestion) -> TextPlan:
@@ -249,7 +226,7 @@ def plan_text(question: TextQuestion) -> TextPlan:
 def _longest_prompt(question: TextQuestion) -> int:
     """Return the longest prompt's tokens that all devices hold with as many new ones; 0 if none."""
     low, high = 0, 1
-    while high < _MOST["prompt"] and _holds(question, high):
+    while high < MOST["prompt"] and _holds(question, high):
         low, high = high, 2 * high
     while high - low > max(1, low >> 10):
         middle = (low + high) // 2

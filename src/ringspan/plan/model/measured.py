@@ -42,23 +42,26 @@ def measure(
             kept.setdefault(id_of(x), x)  # held, so that its number is given to no other
         return x
 
-    counter = FlopCounterMode(display=False, custom_mapping={_FUSED: _forward, _FUSED_BACKWARD: _backward})
-    with WithIntegers(), saved_tensors_hooks(note, lambda x: x):
+    def embeddings() -> tuple[int, list[Tensor]]:
+        """Return the number of embeddings, and all that is computed, of deeper layers too."""
         output = compute(**inputs, return_dict=True)
-    pieces = pieces_of(output.pooler_output)
-    deeper = [piece for each in getattr(output, "deepstack_features", None) or () for piece in pieces_of(each)]
-    rows = sum(map(len, pieces))
+        pieces = [*pieces_of(output.pooler_output)]
+        deeper = [piece for each in getattr(output, "deepstack_features", None) or () for piece in pieces_of(each)]
+        return sum(map(len, pieces)), pieces + deeper
+
+    with WithIntegers(), saved_tensors_hooks(note, lambda x: x):
+        rows, made = embeddings()
+    numbers = sum(piece.numel() for piece in made)
     saved = sum(x.untyped_storage().nbytes() for x in kept.values())
     flops = None
     if count_flops:
         kept.clear()
+        counter = FlopCounterMode(display=False, custom_mapping={_FUSED: _forward, _FUSED_BACKWARD: _backward})
         with counter, WithIntegers():
-            output = compute(**inputs, return_dict=True)
-            made = pieces_of(output.pooler_output)
-            made += [piece for each in getattr(output, "deepstack_features", None) or () for piece in pieces_of(each)]
+            _, made = embeddings()
             torch.autograd.backward(made, [torch.empty_like(piece) for piece in made])
         flops = counter.get_total_flops()
-    return Measured(rows, sum(piece.numel() for piece in (*pieces, *deeper)) // rows, saved, flops)
+    return Measured(rows, numbers // rows, saved, flops)
 
 
 def id_of(x: Tensor) -> int:

@@ -133,6 +133,13 @@ class ModelShape:
             self._shares[tp] = self._share(tp)
         return self._shares[tp]
 
+    def can_split(self, tp: int) -> bool:
+        try:
+            self.split(tp)
+        except UnsupportedError:
+            return False
+        return True
+
     @cached_property
     def _shares(self) -> dict[int, "ModelShape"]:
         return {}
