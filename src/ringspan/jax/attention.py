@@ -215,8 +215,6 @@ def sharded_ring_attention(
     # What interprets a kernel does not know of axes.
     is_checked = options.get("kernel") != "pallas" or not is_interpreted()
     on_mesh = partial(jax.shard_map, mesh=mesh, out_specs=split, check_vma=is_checked)
-    if sinks is None:
-        return on_mesh(local, in_specs=(split, split, split))(q, k, v)
     with_sinks = on_mesh(lambda q, k, v, sinks: local(q, k, v, sinks=sinks), in_specs=(split, split, split, P(heads)))
     return with_sinks(q, k, v, sinks)
 

@@ -4,6 +4,7 @@ from hypothesis import strategies as st
 
 import ringspan as rs
 from ringspan.core.geometry.layout import Layout
+from ringspan.core.recurrence.scan import Rounds
 from tests.core.strategies import custom_layouts
 
 span_layouts = st.one_of(
@@ -26,3 +27,9 @@ def starts_of_rows(draw, layout):
         tuple(sorted({0, *draw(st.lists(st.integers(0, end - 1), max_size=draw(st.sampled_from([0, 2, 12]))))}))
         for _ in range(rows)
     )
+
+
+def sent_states(rounds: Rounds, owners: list[int]) -> int:
+    """Count states, and maps of a state's size, that travel between different ranks."""
+    messages = (message for each in rounds for message in each)
+    return sum(1 + message.has_map for message in messages if owners[message.source] != owners[message.target])

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import ringspan as rs
 from ringspan.core.errors import RingspanError, UnsupportedError
-from ringspan.core.recurrence.scan import scan_rounds, sent_states
+from ringspan.core.recurrence.scan import scan_rounds
 from ringspan.core.recurrence.spans import links_of, places_of
 from ringspan.core.recurrence.traffic import state_messages
 from ringspan.core.schedule import events, steps
@@ -27,6 +27,7 @@ from ringspan.plan.search import Question
 from ringspan.torch.layers.decoder import layers_of
 from ringspan.torch.transport.exchange import COUNTERS
 from tests.cases import few
+from tests.core.recurrence.cases import sent_states
 from tests.every_model.hybrids import HYBRIDS, hybrid_config
 from tests.every_model.tiny import tiny_config
 from tests.torch.recurrence.layers import LAYERS, inputs

@@ -22,7 +22,7 @@ from ringspan.cli.checks import (
     check_folder,
     check_picture,
 )
-from ringspan.cli.console import console, hush, table
+from ringspan.cli.console import console, hush, say, table
 from ringspan.cli.ranks import on_ranks
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.extras import require
@@ -262,9 +262,9 @@ def _watched(settings: EvalSettings) -> "Iterator[EvalObserver]":
     if not out.is_terminal:
 
         def did(done: int, total: int, what: str) -> None:
-            print(f"{name}: item {done} of {total}: {what}", file=sys.stderr, flush=True)
+            say(f"{name}: item {done} of {total}: {what}")
 
-        yield EvalObserver(did=did, noticed=lambda line: print(f"{name}: {line}", file=sys.stderr, flush=True))
+        yield EvalObserver(did=did, noticed=lambda line: say(f"{name}: {line}"))
         return
     columns = TextColumn(name), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=out) as progress:

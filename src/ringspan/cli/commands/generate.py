@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ringspan.cli.checks import AsJson, CacheDtype, Dtype, Nproc, PrefillTokens, Tp, Weights
-from ringspan.cli.console import console, hush
+from ringspan.cli.console import console, hush, say
 from ringspan.cli.ranks import on_ranks
 from ringspan.core.errors import ConfigError
 from ringspan.core.files.named import why_no_model
@@ -216,15 +216,12 @@ def _watched(quiet: bool) -> "Iterator[Observer]":
     status = out.status("starting")
     wrote = False
 
-    def doing(what: str) -> None:
-        status.update(what)
-
     def read(tokens: int, total: int) -> None:
         if out.is_terminal:
             status.update(f"read {tokens:,} of {total:,} tokens")
         elif tokens < total or shown[0]:
             shown[0] = True
-            print(f"read {tokens:,} of {total:,} tokens", file=sys.stderr, flush=True)
+            say(f"read {tokens:,} of {total:,} tokens")
 
     def write(text: str) -> None:
         nonlocal wrote
@@ -240,12 +237,12 @@ def _watched(quiet: bool) -> "Iterator[Observer]":
 
     def refused(why: str) -> None:
         status.stop()
-        print(f"ringspan: {why}", file=sys.stderr, flush=True)
+        say(f"ringspan: {why}")
 
     shown = [False]  # a prompt that is read at once needs no line
     status.start()
     try:
-        yield Observer(doing, read, write, asks, refused)
+        yield Observer(status.update, read, write, asks, refused)
     finally:
         status.stop()
         if wrote:

@@ -39,8 +39,7 @@ class Shares:
             size = count // pieces + (piece in extra)
             new[min(piece, pieces - 1 - piece)].append((start, size))
             start += size
-        self._append(new)
-        return CustomLayout.of(map(_joined, new))
+        return self._appended(new)
 
     def deal(self, count: int) -> CustomLayout:
         """Deal ``count`` new positions in blocks to the ranks that hold least; return their layout."""
@@ -55,8 +54,7 @@ class Shares:
             counts[self._writer] += size
             self._left -= size
             start += size
-        self._append(new)
-        return CustomLayout.of(map(_joined, new))
+        return self._appended(new)
 
     def crop(self, length: int) -> None:
         self._runs = [
@@ -72,9 +70,10 @@ class Shares:
     def runs(self) -> tuple[Runs, ...]:
         return tuple(map(tuple, self._runs))
 
-    def _append(self, new: list[list[tuple[int, int]]]) -> None:
+    def _appended(self, new: list[list[tuple[int, int]]]) -> CustomLayout:
         self._runs = [list(_joined(old + added)) for old, added in zip(self._runs, new, strict=True)]
         self.length = max(start + count for runs in new for start, count in runs)
+        return CustomLayout.of(map(_joined, new))
 
 
 def _joined(runs: Iterable[tuple[int, int]]) -> Runs:

@@ -1,5 +1,6 @@
 """Numbers in three significant digits and decimal units (1 GB is 10^9 bytes)."""
 
+from functools import partial
 from math import floor, isfinite, log10
 from typing import Final
 
@@ -7,22 +8,6 @@ _PREFIXES: Final = ("", "k", "M", "G", "T", "P", "E", "Z", "Y")
 _SMALL_SECONDS: Final = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
 # Up to twice a unit the smaller one is easier to read: 90 s, 100 min.
 _LARGE_SECONDS: Final = ((86_400.0, "days"), (3600.0, "h"), (60.0, "min"))
-
-
-def shown_bytes(num_bytes: float) -> str:
-    return _prefixed(num_bytes, "B", is_whole=True)
-
-
-def shown_bandwidth(bytes_per_second: float) -> str:
-    return _prefixed(bytes_per_second, "B/s")
-
-
-def shown_flops(flops: float) -> str:
-    return _prefixed(flops, "FLOP")
-
-
-def shown_speed(flops_per_second: float) -> str:
-    return _prefixed(flops_per_second, "FLOP/s")
 
 
 def shown_seconds(seconds: float) -> str:
@@ -46,6 +31,12 @@ def _prefixed(value: float, unit: str, *, is_whole: bool = False) -> str:
     power = 0 if rounded < 1 else min(len(_PREFIXES) - 1, floor(log10(rounded) / 3 + 1e-12))
     scaled = value / 1000**power
     return f"{scaled:.0f} {unit}" if power == 0 and is_whole else f"{_digits(scaled)} {_PREFIXES[power]}{unit}"
+
+
+shown_bytes: Final = partial(_prefixed, unit="B", is_whole=True)
+shown_bandwidth: Final = partial(_prefixed, unit="B/s")
+shown_flops: Final = partial(_prefixed, unit="FLOP")
+shown_speed: Final = partial(_prefixed, unit="FLOP/s")
 
 
 def _digits(value: float) -> str:

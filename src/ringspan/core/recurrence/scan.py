@@ -75,9 +75,3 @@ def _doubling(first: int, spans: int) -> Iterator[tuple[int, Message]]:
     for span in range(1, spans + 1):
         if span not in delivered:
             yield number, Message(first + span - 1, first + span, has_map=False, composes=False, is_state=True)
-
-
-def sent_states(rounds: Rounds, owners: list[int]) -> int:
-    """Count states, and maps of a state's size, that travel between different ranks."""
-    messages = (message for each in rounds for message in each)
-    return sum(1 + message.has_map for message in messages if owners[message.source] != owners[message.target])

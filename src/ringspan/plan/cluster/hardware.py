@@ -90,16 +90,12 @@ def _essence(name: str) -> str:
     return "".join(_FORM.sub("", word) for word in words if not _NOISE.fullmatch(word))
 
 
-def _all_names() -> dict[str, tuple[str, str]]:
-    """Map ``_essence`` of each name, title and alias to its device and the other one of that name."""
-    names = {_essence(name): devices for name, devices in OTHER_NAMES.items()}
-    for name, each in DEVICES.items():
-        sized = f"{name} {each.memory_bytes // GIGA} gb"
-        names |= {_essence(one): (name, "") for one in (name, each.title, sized)}
-    return names
-
-
-_NAMES: Final = _all_names()
+# Of the essence of each alias, name and title: its device and the other one of that name.
+_NAMES: Final = {_essence(name): devices for name, devices in OTHER_NAMES.items()} | {
+    _essence(one): (name, "")
+    for name, each in DEVICES.items()
+    for one in (name, each.title, f"{name} {each.memory_bytes // GIGA} gb")
+}
 
 
 def _read(change: str) -> tuple[str, float]:
