@@ -67,13 +67,6 @@ def check_memory(what: str, num_bytes: int) -> None:
         raise ConfigError(f"{what}: needs more than {shown_bytes(num_bytes)}, this machine has {shown_bytes(has)}")
 
 
-def ring_sizes(option: str, text: str, example: str) -> tuple[int, ...]:
-    words = text.split(",")
-    if not all(word.strip().isdecimal() and 1 <= int(word) <= MOST_RANKS for word in words):
-        raise ConfigError(f"{option} {text!r}: write numbers from 1 to {MOST_RANKS:,} with commas, such as {example}")
-    return tuple(int(word) for word in words)
-
-
 def check_picture(picture: Path, *endings: str) -> None:
     if picture.suffix not in endings:
         *others, last = endings

@@ -12,9 +12,9 @@ import typer
 
 from ringspan.conformance.cases import CASES, Case
 from ringspan.conformance.ranks import Ranks, find, is_unsupported, joined
+from ringspan.core.messages.numbers import numbers_in
 from ringspan.core.names import LAYOUT_NAMES
 
-MOST_RANKS: Final = 1024
 MOST_SECONDS: Final = 86_400
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
@@ -37,7 +37,7 @@ def main(
     """Test a context-parallel attention against float64: leaks, stale keys, gradients, windows, lengths, losses."""
     sys.path.insert(0, str(Path.cwd()))
     try:
-        sizes = _sizes(ranks)
+        sizes = numbers_in("--ranks", ranks, "2,3,4")
         _check(layout, device, max(sizes), seconds)
         for name in (attention, loss):
             if name is not None:
@@ -63,13 +63,6 @@ def main(
         typer.echo(_summary(rows))
     outcomes = {row["outcome"] for row in rows}
     raise typer.Exit(int("failed" in outcomes or "passed" not in outcomes))
-
-
-def _sizes(ranks: str) -> list[int]:
-    words = [word.strip() for word in ranks.split(",")]
-    if not all(word.isdecimal() and 1 <= int(word) <= MOST_RANKS for word in words):
-        raise ValueError(f"--ranks {ranks}: write numbers from 1 to {MOST_RANKS:,} with commas, such as 2,3,4")
-    return [int(word) for word in words]
 
 
 def _check(layout: str, device: str, most_ranks: int, seconds: float) -> None:

@@ -27,7 +27,7 @@ FOLDS: Final = (1, 2, 3, 4, 8, 16, 32, 64)  # that are searched
 
 
 def check_sizes(question: object) -> None:
-    """Raise ConfigError for a number of a question for which nothing is planned."""
+    """Raise ConfigError for a number of a question that is out of bounds."""
     for name, most in MOST.items():
         if not 1 <= (value := getattr(question, name, 1)) <= most:
             raise ConfigError(f"--{name.replace('_', '-')} {value}: at least 1, and at most {most:,}, is needed")

@@ -6,8 +6,9 @@ from typing import Annotated, Any
 
 import typer
 
-from ringspan.cli.checks import DTYPE_BYTES, MOST_RANKS, AsJson, check_dtype, check_heads, check_memory, ring_sizes
+from ringspan.cli.checks import DTYPE_BYTES, MOST_RANKS, AsJson, check_dtype, check_heads, check_memory
 from ringspan.cli.console import console, say, table
+from ringspan.core.messages.numbers import numbers_in
 from ringspan.core.messages.units import shown_bytes, shown_seconds, shown_speed
 
 app = typer.Typer(
@@ -103,7 +104,7 @@ def ring(
 
     check_dtype(dtype)
     check_heads(heads, kv_heads, head_dim)
-    sizes = ring_sizes("--error-ranks", error_ranks, "1,8,64") if error_ranks else ()
+    sizes = numbers_in("--error-ranks", error_ranks, "1,8,64") if error_ranks else ()
     check_memory(f"--tokens {tokens}", 4 * tokens * heads * head_dim * DTYPE_BYTES[dtype])
     case = RingCase(
         virtual_ranks=virtual_ranks, rank=rank, tokens=tokens, heads=heads, kv_heads=kv_heads, head_dim=head_dim,

@@ -33,6 +33,14 @@ def _whole(value: object, name: str, error: type[RingspanError]) -> int:
     raise error(f"{name} must be an integer, got {described(value)}")
 
 
+def numbers_in(option: str, text: str, example: str, most: int = 1024) -> tuple[int, ...]:
+    """Read whole numbers from 1 to ``most``, separated by commas; ConfigError for other text."""
+    words = text.split(",")
+    if not all(word.strip().isdecimal() and 1 <= int(word) <= most for word in words):
+        raise ConfigError(f"{option} {text!r}: write numbers from 1 to {most:,} with commas, such as {example}")
+    return tuple(map(int, words))
+
+
 def real(value: object, name: str, error: type[RingspanError]) -> float:
     """Convert to a finite float; raise the given error otherwise."""
     if isinstance(value, bool) or not isinstance(value, Real):

@@ -6,7 +6,7 @@ parallelism.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple
+from typing import Final
 
 from ringspan.core.costs import training_flops
 from ringspan.core.schedule.timing import Pass, Speeds, one_after_the_other
@@ -28,7 +28,22 @@ _HOST_STEP_ACCESSES: Final = 7
 
 
 @dataclass(frozen=True)
-class StepCost:
+class _Time:
+    """One layer's part of a ``StepCost``."""
+
+    seconds: float
+    compute_seconds: float
+    attention_seconds: float
+    ring_bytes: float
+    shard_bytes: float
+    tensor_bytes: float
+    intra_node_bytes: float
+    inter_node_bytes: float
+    host_bytes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCost(_Time):
     """One training step of the whole cluster.
 
     ``flops``: the model's, without recomputation; ``mfu``: their share of the data sheets'. Bytes arrive at one rank,
@@ -38,17 +53,8 @@ class StepCost:
     """
 
     flops: float
-    seconds: float
-    compute_seconds: float
-    ring_bytes: float
-    shard_bytes: float
-    tensor_bytes: float
-    intra_node_bytes: float
-    inter_node_bytes: float
-    host_bytes: float
     tokens: int
     mfu: float
-    attention_seconds: float
     gather_seconds: float
     host_seconds: float
 
@@ -106,36 +112,23 @@ def step_cost(
             parts.append((repeats, times.towers()))
         parts += [(repeats * count, times.layer(kind)) for kind, count in kinds.items()]
 
-    total = _Time(*map(sum, zip(*([count * cost for cost in part] for count, part in parts), strict=True)))
+    rows = ([count * cost for cost in vars(part).values()] for count, part in parts)
+    total = _Time(*map(sum, zip(*rows, strict=True)))
     flops = batch * model_flops(shape, setting.length)
     if setting.optimizer_on_host:
         numbers = local_trained_bytes(shape, setting)
         copied = _HOST_STEP_COPIES * numbers
         # The host's memory is taken to be as fast as the device's link to it.
         seconds = total.seconds + (copied + _HOST_STEP_ACCESSES * numbers) / device.host_bandwidth
-        total = total._replace(seconds=seconds, host_bytes=total.host_bytes + copied)
+        total = replace(total, seconds=seconds, host_bytes=total.host_bytes + copied)
     return StepCost(
         flops=flops,
         tokens=batch * setting.length,
         mfu=flops / (total.seconds * device.flops * setting.devices),
         gather_seconds=total.shard_bytes / device.bandwidth(setting.devices),
         host_seconds=total.host_bytes / 2 / device.host_bandwidth if device.host_bandwidth else 0.0,
-        **total._asdict(),
+        **vars(total),
     )
-
-
-class _Time(NamedTuple):
-    """One layer's part of a ``StepCost``."""
-
-    seconds: float
-    compute_seconds: float
-    attention_seconds: float
-    ring_bytes: float
-    shard_bytes: float
-    tensor_bytes: float
-    intra_node_bytes: float
-    inter_node_bytes: float
-    host_bytes: float
 
 
 class _LayerTimes:

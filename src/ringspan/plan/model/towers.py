@@ -31,7 +31,6 @@ from ringspan.torch.multimodal.cuts import (
     FramesOfVideos,
     ImagesOfExamples,
     ImagesOfTiles,
-    Inputs,
     WindowsOfSound,
     image_size_to_num_patches,
 )
@@ -47,7 +46,11 @@ def seeing_shape(values: Mapping[str, Any], name: str, media: Media, dtype: str)
     if not of_sequences and kind not in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
         return None
     model = built(AutoModelForSeq2SeqLM if of_sequences else AutoModelForMultimodalLM, values, name)
-    _refuse(model, name)
+    if kind in KINDS and KINDS[kind].is_prefix:
+        raise UnsupportedError(
+            f"{name}: a {kind} prompt sees itself both ways, and no option says how long it is; the planner does not "
+            "count it; use 'ringspan rehearse'"
+        )
     of_text = decoder_values(model, name)
     of_text["unsplit"] = "no model with towers is planned with tp; use tp=1"
     shape = ModelShape(name=name, config=json.dumps(dict(values)), sees=True, **of_text)
@@ -79,15 +82,6 @@ def _later_pairs(tower: Tower) -> int:
     return tower.units * each * (each - 1) // 2
 
 
-def _refuse(model: PreTrainedModel, name: str) -> None:
-    kind = KINDS.get(model.config.model_type)
-    if kind is not None and kind.is_prefix:
-        raise UnsupportedError(
-            f"{name}: a {model.config.model_type} prompt sees itself both ways, and no option says how long it is; the "
-            "planner does not count it; use 'ringspan rehearse'"
-        )
-
-
 def _shown(model: PreTrainedModel, media: Media, name: str) -> list[Modality]:
     modalities = {modality.name: modality for modality in KINDS[model.config.model_type].modalities}
     for modality, units in media.items():
@@ -107,8 +101,8 @@ def _tower(model: PreTrainedModel, modality: Modality, given: Units, name: str) 
 
     def run(count: int, *, count_flops: bool = False) -> Measured:
         try:
-            made = inputs(count)
-            return measure(model, compute, _cast(made, model.dtype), count_flops=count_flops)
+            made = {name: x.to(model.dtype) if x.is_meta else x for name, x in inputs(count).items()}
+            return measure(model, compute, made, count_flops=count_flops)
         except (NotImplementedError, RuntimeError) as error:  # of values that the meta device has not
             raise UnsupportedError(
                 f"{name}: the planner cannot run the tower of {model.config.model_type} without values: "
@@ -143,10 +137,6 @@ def _tower(model: PreTrainedModel, modality: Modality, given: Units, name: str) 
         checkpointed=checkpointed,
         layers=sum(len(layers_of(part)) for part in parts),
     )
-
-
-def _cast(inputs: Inputs, dtype: torch.dtype) -> dict[str, Tensor]:
-    return {name: x.to(dtype) if x.is_meta else x for name, x in inputs.items()}
 
 
 def _features(model: PreTrainedModel, modality: Modality) -> Callable[..., Any]:
