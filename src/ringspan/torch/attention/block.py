@@ -200,7 +200,6 @@ class GradientBlock:
 
     @staticmethod
     def deferred(k: Tensor, v: Tensor, dtype: torch.dtype) -> "GradientBlock":
-        """Return the sums for gathered keys."""
         return GradientBlock(((0, k.shape[2]),), DeferredSum.of(k, dtype), DeferredSum.of(v, dtype))
 
     @staticmethod
@@ -216,7 +215,6 @@ class GradientBlock:
         return self._dk.running(rows), self._dv.running(rows)
 
     def write(self, rows: slice, dk: Tensor, dv: Tensor) -> None:
-        """Write the sums of rows, 0 if nothing was added."""
         self._dk.write(rows, dk)
         self._dv.write(rows, dv)
 

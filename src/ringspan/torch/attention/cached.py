@@ -51,10 +51,6 @@ class Turn:
     reaches: Mapping[Any, Reach]
     _rings: dict[object, Ring] = field(default_factory=dict)
 
-    @property
-    def ranks(self) -> int:
-        return self.new.ranks
-
     @cached_property
     def queries(self) -> CustomLayout:
         if self.is_split:
@@ -104,7 +100,7 @@ class Turn:
             self._rings[key] = self._ring(asked, self.reaches[kind].keys, mask)
         ring = self._rings[key]
         with one_at_a_time(self.group), torch.autocast(q.device.type, enabled=False):
-            if self.is_split or self.ranks == 1:
+            if self.is_split or self.new.ranks == 1:
                 return forward(ring, q, k, v, sinks)[0]
             return merged(*forward(ring, q, k, v), sinks, self.group).to(q.dtype)
 

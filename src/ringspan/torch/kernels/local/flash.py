@@ -136,7 +136,6 @@ class TorchFlash:
 
     capability = (8, 0)
     takes_softcap = False
-
     package = None
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
@@ -161,7 +160,6 @@ class Flash2:
 
     capability = (8, 0)
     takes_softcap = True
-
     package = "flash_attn.flash_attn_interface", "flash-attn (pip install flash-attn)"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
@@ -190,7 +188,6 @@ class Flash3:
 
     capability = (9, 0)
     takes_softcap = True
-
     package = "flash_attn_interface", "flash_attn_3 (from the folder hopper of flash-attention's sources)"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:
@@ -226,7 +223,6 @@ class Flash4:
 
     capability = (9, 0)
     takes_softcap = False
-
     package = "flash_attn.cute.interface", "flash-attn-4 (pip install 'flash-attn-4[cu13]', or ringspan's extra flash)"
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> tuple[Tensor, Tensor]:

@@ -114,7 +114,6 @@ class _Pass:
         return torch.cat(found, 1) if found[0].ndim else torch.stack(found).sum()
 
     def backward(self, gradient: Tensor) -> None:
-        """Add each fold's gradients to the parameters'."""
         if self._versions != self._weights():
             raise UnsupportedError(
                 "a weight was changed between a forward pass in folds and its backward pass, which computes with it "
@@ -138,5 +137,4 @@ class _Pass:
         return slice(number * self._tokens, (number + 1) * self._tokens)
 
     def _weights(self) -> list[int]:
-        """Return numbers that change with the weights."""
         return [local_part(parameter.detach())._version for parameter in self._model.parameters()]

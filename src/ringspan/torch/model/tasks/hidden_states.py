@@ -103,7 +103,6 @@ class RingDecoder(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatibl
             return output
 
     def forward(self: Any, *args: object, **kwargs: object) -> object:
-        """Run the model's own forward once FSDP has what it needs."""
         renew_types(self)
         forward: Any = super().forward  # pyright: ignore[reportAttributeAccessIssue]
         return forward(*args, **kwargs | (_without_cache(forward) if self.ring_decoder == "" else {}))
