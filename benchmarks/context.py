@@ -27,7 +27,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.core.geometry.layout import layout_name
 from ringspan.core.names import LayoutName
 from ringspan.measure.machine import describe_machine, peak_bytes
-from ringspan.plan.cost.memory import saved_per_token
+from ringspan.plan.cost.memory import host_bytes
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.model.configs import from_config
 from ringspan.torch.data.batch import shard_batch
@@ -53,7 +53,8 @@ OPTIONS: Final[dict[OptionsName, dict[str, Any]]] = {
 class ContextCase:
     """A model, a ring and a budget for all of its ranks together; ``max_trials`` steps are tried at most.
 
-    ``rows_in`` above 1 computes one row in so many of attention (``benchmarks.thin``), on a CPU alone.
+    ``folds`` are computed one after the other. ``rows_in`` above 1 computes one row in so many of attention
+    (``benchmarks.thin``), on a CPU alone.
     """
 
     ranks: int = 2
@@ -70,6 +71,7 @@ class ContextCase:
     max_length: int = 1 << 24
     max_trials: int = 8
     rows_in: int = 1
+    folds: int = 1
 
 
 def run(case: ContextCase) -> dict[str, Any]:
@@ -120,11 +122,12 @@ def _longest(case: ContextCase) -> int:
     if "offload" not in options or local_device().type != "cpu":
         return case.max_length
     setting = Setting(
-        length=case.start_tokens, ring=case.ranks, checkpoint=options["checkpoint"], compute_dtype=case.dtype
-    )
+        length=case.start_tokens, ring=case.ranks, checkpoint=options["checkpoint"], compute_dtype=case.dtype,
+        folds=case.folds, offload=options["offload"], on_gpu=False,
+    )  # fmt: skip
     shape = from_config(_config(case, case.start_tokens).to_dict(), "the benchmark's model")
     room = shutil.disk_usage(tempfile.gettempdir()).free
-    return min(case.max_length, room // saved_per_token(shape, setting, case.layers))
+    return min(case.max_length, room * setting.tokens // host_bytes(shape, setting))
 
 
 def next_length(trials: list[dict[str, Any]], budget_bytes: int, longest: int) -> int:
@@ -157,12 +160,15 @@ def _try(case: ContextCase, length: int) -> dict[str, Any]:
     except RuntimeError as error:
         if not ran_out_of_memory(error):
             raise
-        return {"length": length, "peak_bytes": math.inf, "step_seconds": math.nan, "parameters": 0}
+        return {"length": length, "peak_bytes": math.inf, "parameters": 0} | dict.fromkeys(
+            ("step_seconds", "loss"), math.nan
+        )
     return {
         "length": length,
         "peak_bytes": sum(result["peak_bytes"] for result in results),
         "step_seconds": max(result["step_seconds"] for result in results),
         "parameters": results[0]["parameters"],
+        "loss": results[0]["loss"],
     }
 
 
@@ -183,11 +189,12 @@ def _measure(case: ContextCase, length: int) -> dict[str, Any]:
 
 def _step(case: ContextCase, length: int, device: torch.device) -> dict[str, Any]:
     mesh = init_mesh(ring=case.ranks)
-    model = parallelize(_llama(case, length), mesh, layout=case.layout, **OPTIONS[case.options])
+    split: Any = {"layout": case.layout, "folds": case.folds}
+    model = parallelize(_llama(case, length), mesh, **split, **OPTIONS[case.options])
     parameters = sum(p.numel() for p in model.parameters())
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     tokens = _text(length).unsqueeze(0)
-    batch = shard_batch({"input_ids": tokens, "labels": tokens}, mesh, layout=case.layout, device=device)
+    batch = shard_batch({"input_ids": tokens, "labels": tokens}, mesh, **split, device=device)
     dist.barrier()
     started = time.perf_counter()
     loss = model(**batch).loss
@@ -198,7 +205,7 @@ def _step(case: ContextCase, length: int, device: torch.device) -> dict[str, Any
     # A step that computed nonsense is no length that fits.
     if not math.isfinite(loss := float(loss.detach())):
         raise AssertionError(f"the loss of {length} tokens is {loss}")
-    return {"peak_bytes": peak_bytes(device), "step_seconds": seconds, "parameters": parameters}
+    return {"peak_bytes": peak_bytes(device), "step_seconds": seconds, "parameters": parameters, "loss": loss}
 
 
 def _llama(case: ContextCase, length: int) -> PreTrainedModel:
@@ -244,6 +251,7 @@ def main(
         int,
         typer.Option(min=1, help="Compute one row in so many of attention (CPU): a step's memory without its time."),
     ] = 1,
+    folds: Annotated[int, typer.Option(min=1, help="Parts of a sequence that are computed one after the other.")] = 1,
 ) -> None:
     """Search, and print the result as one JSON object."""
     check_dtype(dtype)
@@ -264,6 +272,7 @@ def main(
         max_trials=trials,
         max_length=max_length,
         rows_in=rows_in,
+        folds=folds,
     )
     print(json.dumps(run(case)))
 
