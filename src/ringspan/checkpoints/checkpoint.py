@@ -80,15 +80,9 @@ class Checkpoints:
         self._on_first(f"{folder}: cannot be prepared", self._clean)
 
     def save(
-        self,
-        step: int,
-        shared: Mapping[str, Tensor | Part],
-        own: Mapping[str, Tensor],
-        state: dict[str, Any],
-        *,
-        mesh: Mapping[str, int],
-        layout: str,
-    ) -> CheckpointError | None:
+        self, step: int, shared: Mapping[str, Tensor | Part], own: Mapping[str, Tensor], state: dict[str, Any], *,
+        mesh: Mapping[str, int], layout: str,
+    ) -> CheckpointError | None:  # fmt: skip
         """Start to save the current values, unless the step is saved; return the previous save's error, if any.
 
         An existing checkpoint is replaced when this one is complete. ``shared``: the job's tensors, split or the same

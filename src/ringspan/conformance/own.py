@@ -11,16 +11,9 @@ from ringspan.torch.attention.op import ring_attention
 
 
 def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    *,
-    causal: bool,
-    window: int | None,
-    documents: Sequence[int] | None,
-    length: int,
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool, window: int | None, documents: Sequence[int] | None, length: int,
     group: dist.ProcessGroup | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """``ring_attention`` on a zigzag layout with the given mask, for ``--layout zigzag``."""
     layout = Layout("zigzag", length, dist.get_world_size(group))
     return ring_attention(q, k, v, mask=mask_of(causal, window, documents), layout=layout, group=group)

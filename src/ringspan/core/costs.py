@@ -66,15 +66,9 @@ class LossBytes(NamedTuple):
 
 
 def loss_bytes(
-    hidden: int,
-    vocabulary: int,
-    number_bytes: int,
-    *,
-    chunk_tokens: int,
-    chunk_vocabulary: int | None = None,
-    softcap: bool = False,
-    bias: bool = False,
-) -> LossBytes:
+    hidden: int, vocabulary: int, number_bytes: int, *, chunk_tokens: int, chunk_vocabulary: int | None = None,
+    softcap: bool = False, bias: bool = False,
+) -> LossBytes:  # fmt: skip
     """Return the bytes that ``ringspan.blockwise_cross_entropy`` holds, for blocks of n tokens and v entries.
 
     With a = max(s, 4): ``V C a`` for the weight's gradient, ``n v a`` for the logits (twice with a softcap) and, with

@@ -64,15 +64,9 @@ class RingStrategy(ModelParallelStrategy):
     """
 
     def __init__(
-        self,
-        *,
-        ring: int | None = None,
-        replicate: int = 1,
-        tp: int = 1,
-        save_distributed_checkpoint: bool = True,
-        process_group_backend: str | None = None,
-        timeout: timedelta | None = default_pg_timeout,
-    ) -> None:
+        self, *, ring: int | None = None, replicate: int = 1, tp: int = 1, save_distributed_checkpoint: bool = True,
+        process_group_backend: str | None = None, timeout: timedelta | None = default_pg_timeout,
+    ) -> None:  # fmt: skip
         super().__init__(
             save_distributed_checkpoint=save_distributed_checkpoint,
             process_group_backend=process_group_backend,

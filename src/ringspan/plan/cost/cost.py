@@ -266,16 +266,9 @@ class _LayerTimes:
         )
 
     def _time(
-        self,
-        compute: float,
-        seconds: float,
-        weights: tuple[int, int],
-        attention: Pass,
-        *,
-        sums: float,
-        host: float = 0.0,
-        gathers: float = 2,
-    ) -> _Time:
+        self, compute: float, seconds: float, weights: tuple[int, int], attention: Pass, *, sums: float,
+        host: float = 0.0, gathers: float = 2,
+    ) -> _Time:  # fmt: skip
         """Add FSDP traffic of ``weights`` (bytes, trained numbers) and tensor-parallel sums; links overlap."""
         setting, device = self.setting, self.device
         gathered, reduced = self._shard_bytes(weights, gathers)

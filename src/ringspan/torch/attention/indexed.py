@@ -26,18 +26,9 @@ INDEX_MESSAGE, KEYS_MESSAGE = 0, MESSAGES_PER_HOP
 
 
 def indexed_attention(
-    q: Tensor,
-    kv: Tensor,
-    index: IndexInputs | None,
-    chosen: Tensor | None,
-    *,
-    values: slice,
-    scale: float,
-    mask: Mask,
-    layout: LayoutName | Layout,
-    group: dist.ProcessGroup,
-    sinks: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, kv: Tensor, index: IndexInputs | None, chosen: Tensor | None, *, values: slice, scale: float, mask: Mask,
+    layout: LayoutName | Layout, group: dist.ProcessGroup, sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Compute attention of local queries to chosen keys of all ranks; differentiable by q, kv and sinks; collective.
 
     q (B, H, T, D), kv (B, T, C) of all heads: a key is the first D numbers, its value in ``values``. Give an ``index``

@@ -103,17 +103,9 @@ def _forward(
 
 @torch.library.custom_op("ringspan::latent_attention_backward", mutates_args=(), tags=op.UNSAFE)
 def _backward(
-    dout: Tensor,
-    q: Tensor,
-    latents: Tensor,
-    rotary: Tensor,
-    weight: Tensor,
-    sinks: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    trains_weight: bool,
-    spec: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, latents: Tensor, rotary: Tensor, weight: Tensor, sinks: Tensor | None, out: Tensor,
+    lse: Tensor, trains_weight: bool, spec: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     asked, expansion = AttentionSpec.parse(spec), Expansion(q, rotary, weight)
     with op.passing("backward of latents", q, *expansion.like(q, latents), sinks, None, asked) as (ring, _):
         dsinks = q.new_empty(0) if sinks is None else sink_gradient(dout, out, lse, sinks)

@@ -139,16 +139,9 @@ def _compute(
 
 @torch.library.custom_op("ringspan::ring_attention_backward", mutates_args=(), tags=UNSAFE)
 def attend_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    slopes: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    spec: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, slopes: Tensor | None, out: Tensor,
+    lse: Tensor, spec: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the operator's gradients, given out and lse of all keys."""
     inputs = dout, q, k, v, out, lse
     with passing("backward", q, k, v, sinks, slopes, AttentionSpec.parse(spec)) as (ring, ulysses):
@@ -251,16 +244,9 @@ def passing(
 
 
 def assemble(
-    rank: int,
-    ranks: int,
-    exchange: Transport,
-    q: Tensor,
-    k: Tensor,
-    slopes: Tensor | None,
-    spec: AttentionSpec,
-    *,
+    rank: int, ranks: int, exchange: Transport, q: Tensor, k: Tensor, slopes: Tensor | None, spec: AttentionSpec, *,
     is_backward: bool,
-) -> tuple[Ring, Ulysses | None]:
+) -> tuple[Ring, Ulysses | None]:  # fmt: skip
     """Return one rank's ring and, if the route has groups, its trade within them."""
     route = Route.parse(spec.route, ranks)
     if is_backward:

@@ -145,15 +145,9 @@ def run_forward(
 
 
 def run_backward(
-    ring: Ring,
-    calls: Calls,
-    owner: int,
-    heads: slice,
-    queries: tuple[Tensor, Tensor, Tensor, Tensor],
-    keys: tuple[Tensor, Tensor],
-    dq: Sums,
-    total: GradientBlock,
-) -> None:
+    ring: Ring, calls: Calls, owner: int, heads: slice, queries: tuple[Tensor, Tensor, Tensor, Tensor],
+    keys: tuple[Tensor, Tensor], dq: Sums, total: GradientBlock,
+) -> None:  # fmt: skip
     """Add the gradients of launches to dq and to dk and dv; ``queries`` are dout, q, out and lse."""
     kernel, launches = calls
     dout, q, out, lse = queries

@@ -120,16 +120,9 @@ def forward(ring: Ring, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None = 
 
 
 def backward(
-    ring: Ring,
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    *,
+    ring: Ring, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *,
     kv_dtype: torch.dtype | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Compute local dq, dk and dv (``kv_dtype``, or the keys') from the GLOBAL out and lse; sums are float32.
 
     A block's dk and dv follow it one hop later; the last rank that adds to a part sends it to the owner.
@@ -152,16 +145,9 @@ def backward(
 
 
 def _backward_of_heads(
-    ring: Ring,
-    serving: tuple[str, ...],
-    number: int,
-    heads: slice,
-    queries: tuple[Tensor, Tensor, Tensor, Tensor],
-    k: Tensor,
-    v: Tensor,
-    gradients: tuple[Tensor, Tensor, Tensor],
-    unfinished: list[Callable[[], None]],
-) -> Callable[[], None]:
+    ring: Ring, serving: tuple[str, ...], number: int, heads: slice, queries: tuple[Tensor, Tensor, Tensor, Tensor],
+    k: Tensor, v: Tensor, gradients: tuple[Tensor, Tensor, Tensor], unfinished: list[Callable[[], None]],
+) -> Callable[[], None]:  # fmt: skip
     """Fill dq of some heads; return a call to finish dk and dv. The last heads' runs after the first hop."""
     q = queries[1]
     dq = RunningSum.to_be(gradients[0], accumulation_dtype(q.dtype))

@@ -90,15 +90,9 @@ def mask_of(
 
 @torch.library.custom_op("ringspan::layer_attention", mutates_args=(), tags=op.UNSAFE)
 def _forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    lengths: Tensor | None,
-    window: int | None,
-    chunk: int | None,
-    spec: str,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lengths: Tensor | None, window: int | None,
+    chunk: int | None, spec: str,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     parts = [
         (rows, _RING(q[rows], k[rows], v[rows], sinks, None, text))
         for rows, text in _attentions(q, k, v, sinks, lengths, window, chunk, spec)
@@ -108,18 +102,9 @@ def _forward(
 
 @torch.library.custom_op("ringspan::layer_attention_backward", mutates_args=(), tags=op.UNSAFE)
 def _backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    lengths: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    window: int | None,
-    chunk: int | None,
-    spec: str,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lengths: Tensor | None, out: Tensor,
+    lse: Tensor, window: int | None, chunk: int | None, spec: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     parts = [
         (rows, _RING_BACKWARD(dout[rows], q[rows], k[rows], v[rows], sinks, None, out[rows], lse[rows], text))
         for rows, text in _attentions(q, k, v, sinks, lengths, window, chunk, spec)
@@ -132,15 +117,9 @@ def _backward(
 
 
 def _attentions(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sinks: Tensor | None,
-    lengths: Tensor | None,
-    window: int | None,
-    chunk: int | None,
-    spec: str,
-) -> Iterator[tuple[slice, str]]:
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, lengths: Tensor | None, window: int | None,
+    chunk: int | None, spec: str,
+) -> Iterator[tuple[slice, str]]:  # fmt: skip
     asked = AttentionSpec.parse(spec)
     group = op.group_of(asked.group)
     length = q.shape[2] * (1 if group is None else dist.get_world_size(group))

@@ -144,17 +144,11 @@ def _whole_number(number: object) -> int:
 
 
 def _check_batch(
-    model: RingModel,
-    input_ids: Tensor | None = None,
-    position_ids: Tensor | None = None,
-    shift_labels: Tensor | None = None,
-    document_lengths: Tensor | None = None,
-    real_tokens: Tensor | None = None,
-    sequence_length: int | Tensor | None = None,
-    layout_digest: Tensor | None = None,
-    media: Media | None = None,
+    model: RingModel, input_ids: Tensor | None = None, position_ids: Tensor | None = None,
+    shift_labels: Tensor | None = None, document_lengths: Tensor | None = None, real_tokens: Tensor | None = None,
+    sequence_length: int | Tensor | None = None, layout_digest: Tensor | None = None, media: Media | None = None,
     **_: object,
-) -> None:
+) -> None:  # fmt: skip
     if input_ids is None or position_ids is None:
         raise UnsupportedError("input_ids and position_ids are needed; make the batch with rs.shard_batch")
     if real_tokens is not None and real_tokens.shape != input_ids.shape:

@@ -64,15 +64,9 @@ def sampler(
 
 
 def loader(
-    dataset: Dataset[Any],
-    mesh: DeviceMesh,
-    *,
-    batch_size: int | None = 1,
-    shuffle: bool = False,
-    seed: int = 0,
-    drop_last: bool = False,
-    **options: Any,
-) -> DataLoader[Any]:
+    dataset: Dataset[Any], mesh: DeviceMesh, *, batch_size: int | None = 1, shuffle: bool = False, seed: int = 0,
+    drop_last: bool = False, **options: Any,
+) -> DataLoader[Any]:  # fmt: skip
     """Return a DataLoader whose batches are equal on a ring and differ between replicas, as its workers' random draws.
 
     Args:

@@ -39,15 +39,9 @@ def layer_sizes(config: PreTrainedConfig, tp: int = 1) -> LayerSizes:
 
 
 def choose_checkpoint(
-    config: PreTrainedConfig,
-    tokens: int,
-    budget_bytes: int,
-    dtype: torch.dtype,
-    *,
-    tp: int = 1,
-    feedforward_in_chunks: bool = False,
-    layers_per_checkpoint: int | None = None,
-) -> tuple[CheckpointName, int]:
+    config: PreTrainedConfig, tokens: int, budget_bytes: int, dtype: torch.dtype, *, tp: int = 1,
+    feedforward_in_chunks: bool = False, layers_per_checkpoint: int | None = None,
+) -> tuple[CheckpointName, int]:  # fmt: skip
     """Choose the policy and ``layers_per_checkpoint`` that recompute least within a byte budget for these tokens."""
     # In this order: none; attention, then with ever more layers that share an input (or those given); full likewise.
     # ConfigError, which says what it needs, if not even the last fits.

@@ -67,15 +67,9 @@ _SOURCE: Final = "ring_source"  # the attribute of a parameter without memory th
 
 
 def unread_model(
-    where: str,
-    folder: Path,
-    files: WeightFiles,
-    config: PreTrainedConfig,
-    dtype: torch.dtype | str,
-    *,
-    trust_remote_code: bool = False,
-    model_class: Any = None,
-) -> tuple[PreTrainedModel, set[str]]:
+    where: str, folder: Path, files: WeightFiles, config: PreTrainedConfig, dtype: torch.dtype | str, *,
+    trust_remote_code: bool = False, model_class: Any = None,
+) -> tuple[PreTrainedModel, set[str]]:  # fmt: skip
     """Return a folder's model with deferred parameters, and the names in its files that it has no place for.
 
     Renamed, merged, split and tied weights and dtypes are transformers' own doing. ConfigError, by ``where``, for

@@ -39,21 +39,11 @@ def register_attention(
     masked: set[int | None] = set()  # windows of the masks that the decoder has made, None for one without
 
     def attend(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        *,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        sliding_window: int | Unsaid | None = UNSAID,
-        softcap: float | None = None,
-        s_aux: Tensor | None = None,
-        alibi_slopes: Tensor | None = None,
-        ring_packed: Packed | None = None,
-        **kwargs: Any,
-    ) -> tuple[Tensor, None]:
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+        scaling: float | None = None, dropout: float = 0.0, sliding_window: int | Unsaid | None = UNSAID,
+        softcap: float | None = None, s_aux: Tensor | None = None, alibi_slopes: Tensor | None = None,
+        ring_packed: Packed | None = None, **kwargs: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
         is_program = torch.compiler.is_compiling()  # of which neither can be asked, and for which neither is there
         sequences = None if is_program else current_pass()
         if ring_packed is None and sequences is not None:  # not every layer hands its arguments on

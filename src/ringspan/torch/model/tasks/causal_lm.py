@@ -92,23 +92,13 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
 
     @torch.compiler.disable(recursive=False)  # ranks talk here; what is called is compiled
     def forward(
-        self: Any,
-        input_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        shift_labels: Tensor | None = None,
-        num_items_in_batch: int | Tensor | None = None,
-        document_lengths: Tensor | None = None,
-        sequence_length: int | Tensor | None = None,
-        batch_digest: Tensor | None = None,
-        layout_digest: Tensor | None = None,
-        real_tokens: Tensor | None = None,
-        media: Media | None = None,
-        tree_targets: Tensor | None = None,
-        output_router_logits: bool | None = None,
-        labels: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        **kwargs: object,
-    ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast | Tensor:
+        self: Any, input_ids: Tensor | None = None, position_ids: Tensor | None = None,
+        shift_labels: Tensor | None = None, num_items_in_batch: int | Tensor | None = None,
+        document_lengths: Tensor | None = None, sequence_length: int | Tensor | None = None,
+        batch_digest: Tensor | None = None, layout_digest: Tensor | None = None, real_tokens: Tensor | None = None,
+        media: Media | None = None, tree_targets: Tensor | None = None, output_router_logits: bool | None = None,
+        labels: Tensor | None = None, attention_mask: Tensor | None = None, **kwargs: object,
+    ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast | Tensor:  # fmt: skip
         """Map local tokens (B, T) and positions to the global loss, or to local logits without labels.
 
         ``document_lengths`` (B, documents), padded with 0: tokens see only their own document, positions count within
