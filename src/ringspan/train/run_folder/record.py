@@ -51,6 +51,7 @@ def read_record(config: TrainConfig) -> RunRecord:
                 f"{run} already holds a run that cannot be continued ({RECORD} is missing); choose another with "
                 "run=..., or remove it"
             ) from None
+        _refuse_finished(config)
         return RunRecord(run_id=uuid.uuid4().hex, is_new=True, config=config)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path}: is not the record of a run: {' '.join(str(error).split())}; remove it") from error
