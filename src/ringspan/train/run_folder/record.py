@@ -101,14 +101,14 @@ def _known(values: object, table: type[BaseModel], prefix: str, unknown: list[st
     return kept
 
 
-def check_run(config: TrainConfig) -> None:
+def check_run(config: TrainConfig) -> RunRecord:
     """Refuse what a file asks for, without a framework: missing packages, text that is not there, an unusable folder.
 
-    Once, as the file is read; of these only the folder may be another by the time that the ranks have started.
+    The command asks before ranks start, and rank 0 again under its lock: a folder may be another by then.
     """
     config.require_extras()
     find_files((path for path in config.data.paths if not path.startswith("hub:")), config.data.extensions)
-    read_record(config)
+    return read_record(config)
 
 
 def _refuse_finished(config: TrainConfig) -> None:

@@ -17,7 +17,7 @@ from ringspan.train.config.data_table import DataConfig
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data.sequences import Data
 from ringspan.train.model import Tokenizer
-from ringspan.train.run_folder.record import RECORD, RunLock, RunRecord, read_record, recorded, unusable
+from ringspan.train.run_folder.record import RECORD, RunLock, RunRecord, check_run, recorded, unusable
 
 TOKENIZER: Final = "tokenizer"
 _DATA: Final = "data.json"
@@ -92,7 +92,7 @@ def open_run(config: TrainConfig, lock: RunLock) -> RunRecord:
 
     def find() -> RunRecord:
         lock.take()
-        return read_record(config)
+        return check_run(config)
 
     return from_first_rank(find)
 
