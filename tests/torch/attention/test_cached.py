@@ -105,12 +105,12 @@ class Text:
         return allowed
 
     def truth(self) -> np.ndarray:
-        tensors = [x.double().numpy() for x in (self.q, self.k, self.v)]
+        q, k, v = (x.double().numpy() for x in (self.q, self.k, self.v))
         sinks = None if self.sinks is None else self.sinks.double().numpy()
         return np.concatenate(
             [
                 reference.attention(
-                    *(x[row : row + 1] for x in tensors),
+                    *(q[row : row + 1], k[row : row + 1], v[row : row + 1]),
                     self.seen(row),
                     self.scores.scale,
                     softcap=self.scores.softcap,
