@@ -70,7 +70,7 @@ def _fsdp(plan: Plan) -> Alternative:
     question, shape, num = plan.question, plan.question.shape, plan.question.devices
     plain = Setting(
         length=num * question.length, ring=num, layout="contiguous", compute_dtype=question.dtype,
-        parameter_dtype=question.parameter_dtype,
+        parameter_dtype=question.parameter_dtype, optimizer_state=question.optimizer_state,
     )  # fmt: skip
     ways = [replace(plain, **policy) for policy in policies(question)]
     least = min(ways, key=lambda way: training_memory(shape, way).needed_bytes)

@@ -72,6 +72,7 @@ class Plan:
             "feedforward_chunk_tokens": setting.feedforward_tokens,
             "offload": setting.offload,
             "optimizer_on_host": setting.optimizer_on_host,
+            "optimizer_state": setting.optimizer_state,
             "host_bytes": host_bytes(self.question.shape, setting),
             "host": host_use(self.question.shape, setting),
             "smallest_change": {"option": self.change[0], "peak_bytes": self.change[1]} if self.change else None,

@@ -47,6 +47,7 @@ class Question:
     batch: int = 1
     dtype: str = "bfloat16"
     parameter_dtype: str = "float32"
+    optimizer_state: str = "float32"
     route: str = AUTO
     comm_dtype: CommDtypeName = "exact"
     folds: int = 1
@@ -100,6 +101,7 @@ def meshes(question: Question) -> tuple[Setting, ...]:
                 layout=layouts(ring)[0],
                 compute_dtype=question.dtype,
                 parameter_dtype=question.parameter_dtype,
+                optimizer_state=question.optimizer_state,
                 comm_dtype=question.comm_dtype,
                 folds=question.folds or 1,
             )
@@ -156,6 +158,8 @@ def policies(question: Question) -> tuple[dict[str, Any], ...]:
     segments = segment_sizes(question.shape.layers)
     found: list[dict[str, Any]] = []
     for (on_host, offload), checkpoint in product(hosts, CHECKPOINT_NAMES):
+        if on_host and question.optimizer_state != "float32":
+            continue  # AdamW on the host packs no moments
         where: dict[str, Any] = {"checkpoint": checkpoint, "offload": offload, "optimizer_on_host": on_host}
         if checkpoint != "none":  # then chunks are free
             chosen = [(layers, FREE_CHUNK_TOKENS) for layers in segments]

@@ -15,6 +15,8 @@ def toml_tables(question: Question, setting: Setting) -> str:
     optimizer: dict[str, Any] = {"batch_size": setting.batch, "accumulation_steps": setting.micro_steps(question.batch)}
     if setting.optimizer_on_host:
         optimizer["on_host"] = True
+    if setting.optimizer_state != "float32":
+        optimizer["state"] = setting.optimizer_state
     tables = {"mesh": mesh, "attention": _sent(setting), "memory": _kept(setting), "optimizer": optimizer}
     if question.shape.lora:
         tables["adapter"] = {"rank": question.shape.lora}
@@ -61,6 +63,8 @@ def python_call(setting: Setting) -> str:
     ]
     if setting.optimizer_on_host:
         lines.append("optimizer = rs.HostAdamW(model.parameters())")
+    if setting.optimizer_state != "float32":
+        lines.append(f"optimizer = torchao.optim.AdamW{setting.optimizer_state}(model.parameters())")
     return "\n".join(lines)
 
 

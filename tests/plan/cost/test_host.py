@@ -2,8 +2,11 @@
 
 from dataclasses import replace
 
+import pytest
+import torch
+
 from ringspan.plan.cluster.devices import DEVICES
-from ringspan.plan.cost.memory import host_bytes, host_use, local_parameter_bytes
+from ringspan.plan.cost.memory import host_bytes, host_use, local_parameter_bytes, local_trained_bytes, moment_bytes
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.model.configs import MODELS
 from ringspan.plan.planner import Plan, make_plan
@@ -22,6 +25,22 @@ def test_a_host_holds_a_weight_then_offload_then_a_shard_copy():
     assert host_use(small, setting)["load"] == 4 * small.layer_parameters
     on_cpu = host_use(LLAMA, replace(setting, on_gpu=False))
     assert on_cpu["load"] == 0 and on_cpu["save"] == on_cpu["train"], "where the host is the device"
+
+
+@pytest.mark.parametrize(("package", "state"), [("bitsandbytes", "8bit"), ("torchao", "8bit"), ("torchao", "4bit")])
+def test_packed_moments_are_as_large_as_those_of_an_optimizer(package, state):
+    module = pytest.importorskip(f"{package}.optim")
+    weight = torch.nn.Parameter(torch.ones(256, 1024))
+    weight.grad = torch.ones_like(weight)
+    with torch.compiler.set_stance("force_eager"):
+        optimizer = getattr(module, f"AdamW{state}")([weight])
+        optimizer.step()
+    parts = [part for value in optimizer.state[weight].values() for part in getattr(value, "__dict__", {}).values()]
+    tensors = [x for x in (*optimizer.state[weight].values(), *parts) if isinstance(x, torch.Tensor) and x.ndim]
+    held = sum(x.numel() * x.element_size() for x in tensors if not hasattr(x, "codes"))
+    setting = Setting(length=65_536, ring=8, optimizer_state=state)
+    numbers = local_trained_bytes(LLAMA, setting) / 4
+    assert moment_bytes(LLAMA, setting) / numbers == pytest.approx(held / weight.numel(), rel=0.02)
 
 
 def plan(host_gigabytes: float, devices: int = 8) -> Plan:

@@ -62,7 +62,8 @@ _OF_SEQUENCES = (
     "length", "folds", "images", "frames", "sound", "documents", "trace", "rank", "picture", "why_not", "explain",
 )  # fmt: skip
 _OF_TRAINING = (
-    *_OF_SEQUENCES, "parameter_dtype", "route", "comm_dtype", "lora", "weights", "group", "completion",
+    *_OF_SEQUENCES, "parameter_dtype", "optimizer_state", "route", "comm_dtype", "lora", "weights", "group",
+    "completion",
 )  # fmt: skip
 
 
@@ -85,6 +86,9 @@ def command(
     weights: Annotated[
         str, typer.Option(help="With --lora: pack the frozen weights: int8, int4, nf4, nf4-double.")
     ] = "",
+    optimizer_state: Annotated[
+        str, typer.Option(help="Pack AdamW's moments, as optimizer.state does: float32 (not packed), 8bit or 4bit.")
+    ] = "float32",
     images: Annotated[str | None, typer.Option(help="Images per sequence: a number, or 8x448x448 (with size).")] = None,
     frames: Annotated[str | None, typer.Option(help="Frames of video per sequence, in the same form.")] = None,
     sound: Annotated[int | None, typer.Option(min=1, help="Windows of sound per sequence.")] = None,
@@ -142,6 +146,8 @@ def command(
 
         show_text(answer, model)
         return
+    from ringspan.core.names import find_name
+    from ringspan.plan.cost.memory import MOMENT_BYTES
     from ringspan.plan.documents import read_documents
     from ringspan.plan.model.media import read_media
 
@@ -155,6 +161,8 @@ def command(
             raise ConfigError(f"--picture {picture} draws a trace, or documents; add --trace or --documents")
         check_picture(picture, ".png", ".svg", ".pdf")
         require(f"--picture {picture}", "matplotlib")
+    if trace and optimizer_state != "float32":
+        raise ConfigError(f"--optimizer-state {optimizer_state}: --trace runs PyTorch's AdamW; leave one out")
     lengths = read_documents(documents, length) if documents is not None else ()
     if rank is not None and not trace:
         raise ConfigError(f"--rank {rank} is the rank that a trace plays; add --trace")
@@ -162,6 +170,7 @@ def command(
     question = question_of(
         model, device, devices, nodes, media, lora, weights, length=length, batch=batch, dtype=dtype,
         parameter_dtype=parameter_dtype, route=route, comm_dtype=comm_dtype, folds=folds,
+        optimizer_state=find_name("--optimizer-state", optimizer_state, tuple(MOMENT_BYTES), ConfigError),
     )  # fmt: skip
     if group and completion:
         _compare_group(question, group, prompt or DEFAULT_PROMPT, completion, as_json=as_json)

@@ -26,6 +26,8 @@ ATTENTION_MOMENT: Final = "attention backward"  # the one that depends on the ro
 # an H200 reserved 32% more (131,072 tokens, benchmarks/results).
 RESERVE: Final = 0.03
 _FLOAT32: Final = 4
+# Of a number, with a float32 factor for a block of 256 (bitsandbytes, torchao) or 128.
+MOMENT_BYTES: Final = {"float32": 4.0, "8bit": 1 + 4 / 256, "4bit": 1 / 2 + 4 / 128}
 _INDICES: Final = 3 * 8  # tokens, positions and labels are int64
 _PIECES_AHEAD: Final = 3  # what offloading brings back ahead of its use: a layer's input, attention's result and lse
 
@@ -85,7 +87,7 @@ class _Step:
         self.layer_bytes = max(self.shape.bytes_of(kind.parameters, kind.packed, self.a) for kind in kinds)
         self.unpacked = self.a * max(kind.packed for kind in kinds)  # of one layer, while it computes
         self.parameters = local_parameter_bytes(shape, setting)
-        self.trained = local_trained_bytes(shape, setting)
+        self.trained, self.moments = local_trained_bytes(shape, setting), moment_bytes(shape, setting)
         self.hidden = self.tokens * self.a * shape.hidden
         self.saved = partial(kept.saved_per_token, self.shape, setting)
         self.states = partial(kept.states_bytes, self.shape, setting)
@@ -121,7 +123,7 @@ class _Step:
             {
                 "parameters": self.parameters,
                 "gradients": self.trained if self.whole.folds > 1 else gradients,
-                "optimizer": 0 if self.setting.has_moments_on_host else 2 * self.trained,
+                "optimizer": 0 if self.setting.has_moments_on_host else self.moments,
                 "activations": activations + self.inputs + waiting,
                 "temporaries": temporaries,
                 "communication": communication,
@@ -293,8 +295,9 @@ class _Step:
         ]
 
     def update(self) -> Memory:
-        """AdamW, which on a GPU takes the roots of all second moments at once."""
-        roots = self.trained if self.setting.on_gpu and not self.setting.optimizer_on_host else 0
+        """AdamW, which on a GPU takes the roots of all second moments at once, unless they are packed."""
+        one_by_one = self.setting.optimizer_on_host or self.setting.optimizer_state != "float32"
+        roots = self.trained if self.setting.on_gpu and not one_by_one else 0
         return self.memory("optimizer", temporaries=roots, gradients=self.trained)
 
 
@@ -370,8 +373,16 @@ def local_parameter_bytes(shape: ModelShape, setting: Setting) -> int:
 
 
 def local_trained_bytes(shape: ModelShape, setting: Setting) -> int:
-    """Return a rank's bytes of trained parameters; gradients take the same, moments twice that."""
+    """Return a rank's bytes of trained parameters; gradients take the same, moments that are not packed twice that."""
     return _trained_bytes(shape, setting) * shape.split(setting.tp).trained // setting.ring
+
+
+def moment_bytes(shape: ModelShape, setting: Setting) -> int:
+    """Return a rank's bytes of AdamW's two moments; tensors of fewer than 4,096 numbers count as packed, too."""
+    trained = local_trained_bytes(shape, setting)
+    if setting.optimizer_state == "float32":
+        return 2 * trained
+    return round(2 * MOMENT_BYTES[setting.optimizer_state] * trained / _trained_bytes(shape, setting))
 
 
 def _trained_bytes(shape: ModelShape, setting: Setting) -> int:
@@ -380,7 +391,7 @@ def _trained_bytes(shape: ModelShape, setting: Setting) -> int:
 
 def host_bytes(shape: ModelShape, setting: Setting) -> int:
     """Return what a rank keeps on the host: checkpointed activations and AdamW's moments."""
-    moments = 2 * local_trained_bytes(shape, setting) if setting.has_moments_on_host else 0
+    moments = moment_bytes(shape, setting) if setting.has_moments_on_host else 0
     if setting.offload == "none":
         return moments
     kept = setting.fold.tokens * saved_per_token(shape, setting, shape.layers)
@@ -400,5 +411,5 @@ def host_use(shape: ModelShape, setting: Setting) -> dict[str, int]:
     return {
         "load": setting.parameter_bytes * largest,
         "train": train,
-        "save": train + 3 * local_trained_bytes(shape, setting),
+        "save": train + local_trained_bytes(shape, setting) + moment_bytes(shape, setting),
     }

@@ -20,9 +20,9 @@ from ringspan.plan.model.shapes import ModelShape
 class Setting(StepConfig):
     """One training step: its length and split, the options of ``parallelize``, and dtypes.
 
-    ``batch``: sequences of a rank's micro-step; ``parameter_dtype``: of parameters, gradients and moments;
-    ``optimizer_on_host``: AdamW's moments are in host memory. ``on_gpu``: fewer groups of heads than on a CPU, and the
-    optimizer takes all parameters at once.
+    ``batch``: sequences of a rank's micro-step; ``parameter_dtype``: of parameters, gradients and moments,
+    if ``optimizer_state`` packs none (``MOMENT_BYTES``); ``optimizer_on_host``: AdamW's moments are in host memory.
+    ``on_gpu``: fewer groups of heads than on a CPU, and the optimizer takes all parameters at once.
     """
 
     layout: LayoutName = "zigzag"  # pyright: ignore[reportIncompatibleVariableOverride]  # of one long sequence
@@ -34,6 +34,7 @@ class Setting(StepConfig):
     compute_dtype: str = "bfloat16"  # pyright: ignore[reportIncompatibleVariableOverride]
     parameter_dtype: str = "float32"
     optimizer_on_host: bool = False
+    optimizer_state: str = "float32"
     on_gpu: bool = True
 
     @property
