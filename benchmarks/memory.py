@@ -15,10 +15,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from benchmarks.category_picture import category_picture
-from ringspan.cli.checks import check_dtype, check_picture, ring_sizes
+from ringspan.cli.checks import check_dtype, check_picture
 from ringspan.cli.commands.bench import Dtype, LayoutOption, Length
 from ringspan.core.errors import ConfigError
 from ringspan.core.geometry.layout import layout_name
+from ringspan.core.messages.numbers import numbers_in
 from ringspan.core.names import CATEGORIES, CheckpointName, LayoutName
 from ringspan.measure.bench.step import StepCase, small_llama
 from ringspan.measure.machine import describe_machine
@@ -126,7 +127,7 @@ def main(
 ) -> None:
     """Measure, and print the result as one JSON object."""
     check_dtype(dtype)
-    sizes = ring_sizes("--rings", rings, "1,2,4")
+    sizes = numbers_in("--rings", rings, "1,2,4")
     if length < 2 * max(sizes):
         raise ConfigError(f"--length {length}: a ring of {max(sizes)} needs at least {2 * max(sizes)} tokens")
     names: tuple[VariantName, ...] = tuple(name for name in VARIANTS if name in variants.split(","))
