@@ -82,7 +82,7 @@ def forward(
     columns = index_keys = None
     if chosen is not None:
         columns = fetch.columns(chosen)
-    elif index is not None and int(row.seen.counts.max()) > index.topk:
+    elif index is not None and row.most > index.topk:
         index_keys = fetch.start(index.k, ring.exchange, INDEX_MESSAGE)
     keys = fetch.start(kv, ring.exchange, KEYS_MESSAGE)
     if index is not None and index_keys is not None:

@@ -98,6 +98,8 @@ class Windows(NamedTuple):
     entries: Fetch
     first: Tensor
     stop: Tensor
+    most: int
+    """Entries that a query here sees at most."""
     tails: Tensor
     """Each query's tokens behind its last whole window, (T, size - 1), int32; -1 for none."""
 
@@ -115,12 +117,17 @@ class Row(NamedTuple):
     mask: str
     layout: Layout
     rank: int
-    device: torch.device = torch.device("cpu")
+    device: torch.device
 
     @property
     def seen(self) -> Seen:
         """Keys of each position; none for padding."""
         return _seen(self.mask, self.layout)
+
+    @property
+    def most(self) -> int:
+        """Keys that a token sees at most, on any rank."""
+        return _most(self.mask, self.layout)
 
     @property
     def local(self) -> Integers:
@@ -151,6 +158,11 @@ def _seen(mask: str, layout: Layout) -> Seen:
 
 
 @lru_cache(maxsize=64)
+def _most(mask: str, layout: Layout) -> int:
+    return int(_seen(mask, layout).counts.max())
+
+
+@lru_cache(maxsize=64)
 def windows_of(row: Row, size: int, reach: int) -> Windows:
     queries, counts = row.queries(), row.seen.counts
     ends = [each[counts[each] % size == 0] for each in queries]
@@ -161,7 +173,8 @@ def windows_of(row: Row, size: int, reach: int) -> Windows:
     order = np.argsort(local)
     last = order[np.searchsorted(local[order], mine)]
     last, tails = (torch.from_numpy(each).to(row.device) for each in (last, tails.astype(np.int32)))
-    return Windows(size, inputs, row.columns(inputs, mine, reach), last, entries, *row.bounds(entries), tails)
+    columns, (first, stop) = row.columns(inputs, mine, reach), row.bounds(entries)
+    return Windows(size, inputs, columns, last, entries, first, stop, int((stop - first).max()), tails)
 
 
 @lru_cache(maxsize=64)

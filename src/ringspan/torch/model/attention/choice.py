@@ -68,8 +68,8 @@ def choice_of(kwargs: dict[str, Any], attention_mask: object) -> Choice | None:
     return next((each for each in given if isinstance(each, Choice)), None)
 
 
-def rows_now() -> list[tuple[slice, Row]]:
-    """Return the rows of the current pass, as ``Rows``."""
+def rows_now(device: torch.device) -> list[tuple[slice, Row]]:
+    """Return the rows of the current pass, as ``Rows``, with indices on a device."""
     now = _now()
     documents: list[Any] = [None]
     if now.packed is not None:
@@ -79,7 +79,7 @@ def rows_now() -> list[tuple[slice, Row]]:
     for number, lengths in enumerate(documents):
         layout = now.layouts[min(number, len(now.layouts) - 1)]
         part = slice(None) if len(documents) == 1 else slice(number, number + 1)
-        rows.append((part, Row(mask_of(layout.length, lengths, None, None).spec, layout, rank)))
+        rows.append((part, Row(mask_of(layout.length, lengths, None, None).spec, layout, rank, device)))
     return rows
 
 

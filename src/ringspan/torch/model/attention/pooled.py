@@ -44,7 +44,7 @@ class BlockIndex(Mixin):
             keys = fetched(k[part, :, 0], fetch, group_now())
             return fetch.at(choose_blocks(q[part], keys, first, stop, *sizes))
 
-        return _choice(chosen)
+        return _choice(chosen, q.device)
 
 
 class PooledIndex(Mixin):
@@ -87,8 +87,9 @@ class GatedPools(Mixin):
         return _choose_pools(index, self.index_kpool, pool, has_tail=self.index_kpool_always_select_tail)
 
 
-def _choice(chosen: Callable[[slice, Row], Tensor]) -> Choice:
-    return Choice(None, [handled(lambda part=part, row=row: (chosen(part, row),))[0] for part, row in rows_now()])
+def _choice(chosen: Callable[[slice, Row], Tensor], device: torch.device) -> Choice:
+    rows = rows_now(device)
+    return Choice(None, [handled(lambda part=part, row=row: (chosen(part, row),))[0] for part, row in rows])
 
 
 def _choose_pools(
@@ -102,12 +103,11 @@ def _choose_pools(
         found = choose(_of_rows(index, part, keys, windows), windows.first, windows.stop)
         return windows.tokens(found, has_tail=has_tail)
 
-    return _choice(chosen)
+    return _choice(chosen, index.q.device)
 
 
 def _of_rows(index: IndexInputs, part: slice, keys: Tensor, windows: Windows) -> IndexInputs:
-    topk = min(index.topk, int((windows.stop - windows.first).max()))
-    return index._replace(q=index.q[part], k=keys, weights=index.weights[part], topk=topk)
+    return index._replace(q=index.q[part], k=keys, weights=index.weights[part], topk=min(index.topk, windows.most))
 
 
 class Compressor(Mixin):
@@ -126,7 +126,7 @@ class Compressor(Mixin):
         size = self.compress_rate
         reach = size if index is None else 2 * size
         made: list[tuple[slice, Row, Tensor, Tensor]] = []
-        for part, row in rows_now():
+        for part, row in rows_now(hidden_states.device):
             windows = windows_of(row, size, reach)
             tokens = fetched(torch.cat([x[part] for x in inputs], -1), windows.inputs, group_now())
             kv, gate, *others = at_columns(tokens, windows.columns).split(sizes, -1)
@@ -163,8 +163,7 @@ def _pooled(module: Any, kv: Tensor, gate: Tensor, windows: Windows, first: Tens
 
 def _chosen(asked: IndexInputs | None, part: slice, entries: Tensor, windows: Windows) -> Tensor:
     if asked is None:
-        most = int((windows.stop - windows.first).max())
-        return all_seen(windows.first, windows.stop, most).expand(len(entries), -1, -1)
+        return all_seen(windows.first, windows.stop, windows.most).expand(len(entries), -1, -1)
     keys = entries[..., -asked.q.shape[-1] :].detach()
     index = _of_rows(asked, part, keys, windows)
     (found,) = handled(lambda: (choose(index, windows.first, windows.stop),))
@@ -196,7 +195,7 @@ class NGrams(Mixin):
 
     def forward(self: Any, input_ids: Tensor, *_: object) -> Tensor:
         outs: list[Tensor] = []
-        for part, row in rows_now():
+        for part, row in rows_now(input_ids.device):
             fetch, columns = before(row, self.ngram_size)
             tokens = fetched(input_ids[part][..., None], fetch, group_now())
             grams = at_columns(tokens, columns)[..., 0].masked_fill(columns < 0, self.eos_token_id)
@@ -211,7 +210,7 @@ class DilatedConvolution(Mixin):
     def _short_conv(self: Any, hidden_states: Tensor, *_: object) -> Tensor:
         taps, step = self.conv1d.weight[:, 0].T, self.conv1d.dilation[0]
         outs: list[Tensor] = []
-        for part, row in rows_now():
+        for part, row in rows_now(hidden_states.device):
             fetch, columns = before(row, (len(taps) - 1) * step + 1)
             tokens = fetched(hidden_states[part], fetch, group_now())
             out = torch.zeros_like(hidden_states[part])
