@@ -9,9 +9,10 @@ from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.geometry.layout import CustomLayout, Layout
 from ringspan.core.geometry.mask import Mask
 from ringspan.core.messages.numbers import check_whole
-from ringspan.core.schedule.route import member_heads
+from ringspan.core.schedule.route import Route, member_heads
 from ringspan.core.schedule.timing import Speeds, forward_pass, sent_bytes
 from ringspan.core.schedule.workspace import Shape, fewest_groups
+from ringspan.core.step_config import StepConfig
 
 WORTH_IT: Final = 0.97  # another route than the ring must save three percent: the model is no better than that
 MOST_HEAD_GROUPS: Final = 8
@@ -129,3 +130,12 @@ def frugal_segment(layers: int) -> int:
 def segment_sizes(layers: int) -> tuple[int, ...]:
     """Return the ``layers_per_checkpoint`` worth weighing: 1, 2 and the most frugal."""
     return tuple(sorted({1, min(2, layers), frugal_segment(layers)}))
+
+
+def sends_latents(config: StepConfig, route: Route, ring: int, *, has_tp: bool) -> bool:
+    """Return whether latents, if they are fewer numbers, travel in place of keys and values expanded from them.
+
+    On a ring without ``folds`` or ``compile``, on a route of keys and values of all heads.
+    """
+    travels = ring > 1 and not route.passes_queries and route.ulysses == 1
+    return travels and not has_tp and config.compile is False and config.folds == 1

@@ -9,7 +9,7 @@ from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.geometry.folds import fold_layouts
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.names import COMM_DTYPE_NAMES, ChunkTokens, LayoutName, checkpoint_name, find_name, offload_name
-from ringspan.core.schedule.choice import check_segments
+from ringspan.core.schedule.choice import check_segments, sends_latents
 from ringspan.core.schedule.route import Route, member_heads
 from ringspan.core.step_config import StepConfig
 from ringspan.plan.model.kinds import LayerKind
@@ -47,8 +47,7 @@ class Setting(StepConfig):
 
     def latent_dim(self, kind: LayerKind) -> int:
         """Return the numbers of a token that travel in place of a layer's keys and values, 0 if these do."""
-        is_sent = self.ring > 1 and self.tp == 1 and self.compile is False and self.folds == 1
-        if not is_sent or self.way.passes_queries or self.way.ulysses > 1 or not kind.latent:
+        if not kind.latent or not sends_latents(self, self.way, self.ring, has_tp=self.tp > 1):
             return 0
         size = kind.latent + kind.rotary
         return size if size < kind.kv_heads * (kind.head_dim + kind.value_dim) else 0

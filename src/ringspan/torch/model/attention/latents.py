@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from ringspan.core.schedule.choice import sends_latents
 from ringspan.core.schedule.route import Route
 from ringspan.core.step_config import StepConfig
 from ringspan.torch.attention.cached import Turn, current_turn
@@ -42,9 +43,7 @@ def latent_modules(decoder: nn.Module, mesh: DeviceMesh, config: StepConfig) -> 
     """Return the modules whose latents are to travel: on a route of keys and values, and fewer numbers than these."""
     ranks = mesh["ring"].size()
     route = Route.parse("ring" if config.route == "auto" else config.route, ranks)
-    if ranks == 1 or route.passes_queries or route.ulysses > 1 or tensor_axis(mesh) is not None:
-        return []
-    if config.compile is not False or config.folds > 1:
+    if not sends_latents(config, route, ranks, has_tp=tensor_axis(mesh) is not None):
         return []
     choosing = {*choosing_modules(decoder)}
     return [
