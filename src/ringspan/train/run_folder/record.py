@@ -37,7 +37,7 @@ class RunRecord:
 
 
 def read_record(config: TrainConfig) -> RunRecord:
-    """Return the record of ``config.run``, new or to resume; refuse the folder of another or a finished run."""
+    """Return the record of ``config.run``, new or to resume; refuse the folder of another run."""
     run = Path(config.run)
     if reason := why_no_folder(run):
         raise unusable(run, reason)
@@ -51,7 +51,6 @@ def read_record(config: TrainConfig) -> RunRecord:
                 f"{run} already holds a run that cannot be continued ({RECORD} is missing); choose another with "
                 "run=..., or remove it"
             ) from None
-        _refuse_finished(config)
         return RunRecord(run_id=uuid.uuid4().hex, is_new=True, config=config)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{path}: is not the record of a run: {' '.join(str(error).split())}; remove it") from error
@@ -77,7 +76,6 @@ def read_record(config: TrainConfig) -> RunRecord:
             )
         if key != "run":
             changes.append(f"{key} = {json.dumps(now)} (was {json.dumps(before)})")
-    _refuse_finished(config)
     return RunRecord(run_id=run_id, is_new=False, config=config, changes=changes)
 
 
@@ -102,13 +100,15 @@ def _known(values: object, table: type[BaseModel], prefix: str, unknown: list[st
 
 
 def check_run(config: TrainConfig) -> RunRecord:
-    """Refuse what a file asks for, without a framework: missing packages, text that is not there, an unusable folder.
+    """Refuse what a file asks for, without a framework: missing packages or text, an unusable or finished run.
 
     The command asks before ranks start, and rank 0 again under its lock: a folder may be another by then.
     """
     config.require_extras()
     find_files((path for path in config.data.paths if not path.startswith("hub:")), config.data.extensions)
-    return read_record(config)
+    record = read_record(config)
+    _refuse_finished(config)
+    return record
 
 
 def _refuse_finished(config: TrainConfig) -> None:
