@@ -27,8 +27,8 @@ from ringspan.core.errors import ConfigError
 from ringspan.core.geometry.layout import layout_name
 from ringspan.core.names import LayoutName
 from ringspan.measure.machine import describe_machine, peak_bytes
-from ringspan.plan.cost.memory import host_bytes
 from ringspan.plan.cost.setting import Setting
+from ringspan.plan.cost.shards import host_bytes
 from ringspan.plan.model.configs import from_config
 from ringspan.torch.data.batch import shard_batch
 from ringspan.torch.parallelize import parallelize

@@ -9,8 +9,9 @@ from typing import Final
 from ringspan.core.messages.units import shown_bandwidth, shown_bytes, shown_speed
 from ringspan.core.names import CATEGORIES
 from ringspan.plan.cluster.hardware import DEVICES, Device, min_block_tokens, min_tokens_per_device
-from ringspan.plan.cost.memory import Memory, host_bytes, saved_per_token, training_memory
+from ringspan.plan.cost.memory import Memory, saved_per_token, training_memory
 from ringspan.plan.cost.setting import Setting
+from ringspan.plan.cost.shards import host_bytes
 from ringspan.plan.model.configs import MODELS
 from ringspan.plan.planner import make_plan
 from ringspan.plan.search import Question, longest_setting

@@ -8,8 +8,9 @@ import pytest
 
 from benchmarks.planning_tables import DOCS, PAGES, PUBLISHED_CONTEXT, TABLES, fill, layer_bytes, longest_contexts
 from ringspan.plan.cluster.hardware import DEVICES
-from ringspan.plan.cost.memory import host_bytes, training_memory
+from ringspan.plan.cost.memory import training_memory
 from ringspan.plan.cost.setting import Setting
+from ringspan.plan.cost.shards import host_bytes
 from ringspan.plan.model.configs import MODELS
 
 PAGE = "\n".join((DOCS / name).read_text(encoding="utf-8") for name in PAGES)

@@ -13,9 +13,10 @@ from ringspan.core.schedule.choice import WORTH_IT
 from ringspan.plan.cluster.hardware import min_block_tokens, min_tokens_per_device
 from ringspan.plan.cost.cost import StepCost
 from ringspan.plan.cost.kept import pixel_bytes, seen_bytes
-from ringspan.plan.cost.memory import Memory, host_bytes, host_use, training_memory
+from ringspan.plan.cost.memory import Memory, training_memory
 from ringspan.plan.cost.passes import even_passes
 from ringspan.plan.cost.setting import Setting
+from ringspan.plan.cost.shards import host_bytes, host_use
 from ringspan.plan.reasons import needs, why
 from ringspan.plan.search import FOLDS, Question, layouts, longest_setting, meshes, policies, routes
 

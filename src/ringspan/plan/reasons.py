@@ -10,8 +10,9 @@ from ringspan.core.names import CHECKPOINT_NAMES
 from ringspan.plan.cost.cost import StepCost, block_tokens_for_overlap
 from ringspan.plan.cost.folds import per_token
 from ringspan.plan.cost.kept import pixel_bytes, seen_bytes
-from ringspan.plan.cost.memory import RESERVE, Memory, host_bytes, host_use, training_memory
+from ringspan.plan.cost.memory import RESERVE, Memory, training_memory
 from ringspan.plan.cost.setting import Setting
+from ringspan.plan.cost.shards import host_bytes, host_use
 from ringspan.plan.cost.states import state_bytes
 from ringspan.plan.model.shapes import ModelShape
 from ringspan.plan.search import AUTO, Question, longest_setting, meshes

@@ -15,9 +15,10 @@ from ringspan.core.schedule.route import Route
 from ringspan.core.schedule.workspace import Shape
 from ringspan.plan.cluster.hardware import Device
 from ringspan.plan.cost.cost import StepCost, step_cost
-from ringspan.plan.cost.memory import ATTENTION_MOMENT, host_use, training_memory
+from ringspan.plan.cost.memory import ATTENTION_MOMENT, training_memory
 from ringspan.plan.cost.passes import Passes, attention_passes
 from ringspan.plan.cost.setting import Setting, check_setting
+from ringspan.plan.cost.shards import host_use
 from ringspan.plan.model.shapes import ModelShape
 
 AUTO: Final = "auto"

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from ringspan.plan.cluster.devices import DEVICES
-from ringspan.plan.cost.memory import host_bytes, host_use, local_parameter_bytes, local_trained_bytes, moment_bytes
 from ringspan.plan.cost.setting import Setting
+from ringspan.plan.cost.shards import host_bytes, host_use, local_parameter_bytes, local_trained_bytes, moment_bytes
 from ringspan.plan.model.configs import MODELS
 from ringspan.plan.planner import Plan, make_plan
 from ringspan.plan.search import Question

@@ -147,7 +147,7 @@ def command(
         show_text(answer, model)
         return
     from ringspan.core.names import find_name
-    from ringspan.plan.cost.memory import MOMENT_BYTES
+    from ringspan.plan.cost.shards import MOMENT_BYTES
     from ringspan.plan.documents import read_documents
     from ringspan.plan.model.media import read_media
 

@@ -13,9 +13,10 @@ from ringspan.core.schedule.timing import Pass, Speeds, one_after_the_other
 from ringspan.core.schedule.workspace import Shape, sent_itemsize
 from ringspan.plan.cluster.hardware import Device
 from ringspan.plan.cost.folds import copied_bytes, folds_read
-from ringspan.plan.cost.memory import local_trained_bytes, saved_per_token
+from ringspan.plan.cost.memory import saved_per_token
 from ringspan.plan.cost.passes import Passes, attention_passes, causal_pairs, seen_pairs
 from ringspan.plan.cost.setting import Setting
+from ringspan.plan.cost.shards import local_trained_bytes
 from ringspan.plan.cost.states import state_passes
 from ringspan.plan.model.kinds import LayerKind
 from ringspan.plan.model.shapes import ModelShape

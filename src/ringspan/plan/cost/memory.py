@@ -14,9 +14,10 @@ from ringspan.core.costs import loss_bytes
 from ringspan.core.schedule.choice import head_groups
 from ringspan.core.schedule.route import Heads, Route, member_heads
 from ringspan.plan.cost import kept
-from ringspan.plan.cost.folds import brought_bytes, keys_of, most_waiting, waiting_bytes
+from ringspan.plan.cost.folds import brought_bytes, keys_of, waiting_bytes
 from ringspan.plan.cost.loop import loop_bytes, tile_pairs
 from ringspan.plan.cost.setting import Setting, check_setting
+from ringspan.plan.cost.shards import local_parameter_bytes, local_trained_bytes, moment_bytes, trained_number_bytes
 from ringspan.plan.model.kinds import LayerKind
 from ringspan.plan.model.shapes import ModelShape
 
@@ -26,8 +27,6 @@ ATTENTION_MOMENT: Final = "attention backward"  # the one that depends on the ro
 # an H200 reserved 32% more (131,072 tokens, benchmarks/results).
 RESERVE: Final = 0.03
 _FLOAT32: Final = 4
-# Of a number, with a float32 factor for a block of 256 (bitsandbytes, torchao) or 128.
-MOMENT_BYTES: Final = {"float32": 4.0, "8bit": 1 + 4 / 256, "4bit": 1 / 2 + 4 / 128}
 _INDICES: Final = 3 * 8  # tokens, positions and labels are int64
 _PIECES_AHEAD: Final = 3  # what offloading brings back ahead of its use: a layer's input, attention's result and lse
 
@@ -79,7 +78,7 @@ class _Step:
     def __init__(self, shape: ModelShape, setting: Setting) -> None:
         self.shape, self.whole, self.setting = shape.split(setting.tp), setting, setting.fold
         setting = setting.fold
-        self.a, self.p = setting.number_bytes, _trained_bytes(shape, setting)
+        self.a, self.p = setting.number_bytes, trained_number_bytes(shape, setting)
         self.tokens, self.ranks = setting.tokens, setting.ring
         self._attention_bytes: dict[LayerKind, tuple[int, int]] = {}
         self.root, kinds = self.shape.root, self.shape.counted(self.shape.layers)
@@ -362,54 +361,3 @@ def _head_groups(setting: Setting, mine: Heads, way: Route, ranks: int) -> int:
 
 def _count(heads: slice) -> int:
     return heads.stop - heads.start
-
-
-def local_parameter_bytes(shape: ModelShape, setting: Setting) -> int:
-    local, trained = shape.split(setting.tp), setting.ring * local_trained_bytes(shape, setting)
-    if not shape.lora:
-        return setting.parameter_bytes * local.parameters // setting.ring
-    packed = sum(kind.packed * count for kind, count in local.counted(local.layers).items())
-    return (local.bytes_of(local.parameters - local.trained, packed, setting.parameter_bytes) + trained) // setting.ring
-
-
-def local_trained_bytes(shape: ModelShape, setting: Setting) -> int:
-    """Return a rank's bytes of trained parameters; gradients take the same, moments that are not packed twice that."""
-    return _trained_bytes(shape, setting) * shape.split(setting.tp).trained // setting.ring
-
-
-def moment_bytes(shape: ModelShape, setting: Setting) -> int:
-    """Return a rank's bytes of AdamW's two moments; tensors of fewer than 4,096 numbers count as packed, too."""
-    trained = local_trained_bytes(shape, setting)
-    if setting.optimizer_state == "float32":
-        return 2 * trained
-    return round(2 * MOMENT_BYTES[setting.optimizer_state] * trained / _trained_bytes(shape, setting))
-
-
-def _trained_bytes(shape: ModelShape, setting: Setting) -> int:
-    return _FLOAT32 if shape.lora else setting.parameter_bytes  # adapters are float32
-
-
-def host_bytes(shape: ModelShape, setting: Setting) -> int:
-    """Return what a rank keeps on the host: checkpointed activations and AdamW's moments."""
-    moments = moment_bytes(shape, setting) if setting.has_moments_on_host else 0
-    if setting.offload == "none":
-        return moments
-    kept = setting.fold.tokens * saved_per_token(shape, setting, shape.layers)
-    return moments + kept + most_waiting(shape.split(setting.tp), setting)
-
-
-def host_use(shape: ModelShape, setting: Setting) -> dict[str, int]:
-    """Return a GPU rank's host bytes while loading weights, training and saving a checkpoint.
-
-    Loading: one weight, or a layer while its feed-forward is tried out. Saving: a copy of trained parameters and
-    moments. On a CPU the device is the host and counts these two.
-    """
-    train = host_bytes(shape, setting)
-    if not setting.on_gpu:
-        return {"load": 0, "train": train, "save": train}
-    largest = max(shape.vocab * shape.hidden, shape.layer_parameters)
-    return {
-        "load": setting.parameter_bytes * largest,
-        "train": train,
-        "save": train + local_trained_bytes(shape, setting) + moment_bytes(shape, setting),
-    }
