@@ -48,7 +48,7 @@ class Stretch(NamedTuple):
 
 
 Post = tuple[tuple[Stretch, ...], tuple[Stretch, ...]]
-"""What is sent, and what is received."""
+"""Stretches that are sent, and those that are received."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from ringspan.core.recurrence.scan import Rounds, scan_rounds
 from ringspan.core.recurrence.spans import Links, links_of, passes, pieces_of, places_of
 
 Starts = tuple[int, ...] | Tree
-"""Where a sequence's documents begin, or its tree."""
+"""First tokens of a sequence's documents, or its tree."""
 
 
 @dataclass(frozen=True)
