@@ -98,19 +98,7 @@ def state_space_dual(
     x (B, T, H, V), dt (B, T, H), a and d (H,), b and c (B, T, H, N); the rest, and what raises, as for ``delta_rule``.
     """
     _check({"x": x, "dt": dt, "b": b, "c": c}, 3, heads=2)
-
-    def step(state: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
-        x, dt, b, c = token
-        state = jnp.exp(a * dt)[:, :, None, None] * state + jnp.einsum("bh,bhv,bhn->bhvn", dt, x, b)
-        out = jnp.einsum("bhvn,bhn->bhv", state, c)
-        return state, out if d is None else out + d[:, None] * x
-
-    def map_of(end: Array, begins: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
-        decay = jnp.exp(a * inputs[1].sum(1))[:, :, None, None]
-        return jnp.where(begins.any(), 0, decay), end
-
-    shape = (x.shape[2], x.shape[3], b.shape[-1])
-    return _recurrence(step, (x, dt, b, c), shape, map_of, layout, axis_name, starts, x.dtype)
+    return _state_space((x, dt, b, c), a[:, None, None], d, layout, axis_name, starts)
 
 
 def selective_scan(
@@ -129,19 +117,10 @@ def selective_scan(
 
     x, dt (B, C, T), a (C, N), b and c (B, N, T), d (C,); the rest, and what raises, as for ``delta_rule``.
     """
-    inputs = tuple(each.swapaxes(1, 2) for each in (x, dt, b, c))
-    _check(dict(zip(("x", "dt", "b", "c"), inputs, strict=True)), 3)
-
-    def step(state: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
-        x, dt, b, c = token
-        state = jnp.exp(a * dt[..., None]) * state + (dt * x)[..., None] * b[:, None]
-        out = jnp.einsum("bcn,bn->bc", state, c)
-        return state, out if d is None else out + d * x
-
-    def map_of(end: Array, begins: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
-        return jnp.where(begins.any(), 0, jnp.exp(a * inputs[1].sum(1)[..., None])), end
-
-    return _recurrence(step, inputs, a.shape, map_of, layout, axis_name, starts, x.dtype).swapaxes(1, 2)
+    x, dt, b, c = (each.swapaxes(1, 2) for each in (x, dt, b, c))
+    _check({"x": x, "dt": dt, "b": b, "c": c}, 3)
+    heads = x[..., None], dt, b[:, :, None], c[:, :, None]  # a channel is a head of size 1, all with one b and c
+    return _state_space(heads, a[:, None], d, layout, axis_name, starts)[..., 0].swapaxes(1, 2)
 
 
 def lightning_attention(
@@ -158,21 +137,11 @@ def lightning_attention(
 
     q, k (B, H, T, K), v (B, H, T, V), slopes (H,); the rest, and what raises, as for ``delta_rule``.
     """
-    inputs = tuple(each.swapaxes(1, 2) for each in (q, k, v))
-    _check(dict(zip(("q", "k", "v"), inputs, strict=True)), 4, heads=2)
-    decay = jnp.exp(-_wide(slopes))[:, None, None]
-
-    def step(state: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
-        q, k, v = token
-        state = decay * state + jnp.einsum("bhk,bhv->bhkv", k, v)
-        return state, jnp.einsum("bhk,bhkv->bhv", q, state)
-
-    def map_of(end: Array, begins: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
-        whole = jnp.exp(-_wide(slopes) * inputs[0].shape[1])[:, None, None]
-        return jnp.where(begins.any(), 0, jnp.broadcast_to(whole, (len(end), *whole.shape))), end
-
-    shape = (q.shape[1], q.shape[-1], v.shape[-1])
-    return _recurrence(step, inputs, shape, map_of, layout, axis_name, starts, v.dtype).swapaxes(1, 2)
+    q, k, v = (each.swapaxes(1, 2) for each in (q, k, v))
+    _check({"q": q, "k": k, "v": v}, 4, heads=2)
+    steps = jnp.ones(v.shape[:3], accumulation_dtype(v.dtype))
+    decay = -_wide(slopes)[:, None, None]
+    return _state_space((v, steps, k, q), decay, None, layout, axis_name, starts).swapaxes(1, 2)
 
 
 def causal_convolution(
@@ -202,6 +171,27 @@ def causal_convolution(
         out = out + weight[:, width - back] * seen
     out = (out if bias is None else out + bias).astype(x.dtype)
     return _joined(out).swapaxes(1, 2)
+
+
+def _state_space(
+    inputs: tuple[Array, ...], a: Array, d: Array | None, layout: LayoutName | Layout, axis_name: str, starts: Starts
+) -> Array:
+    """Compute ``S_t = exp(a dt_t) S_{t-1} + dt_t x_t b_t^T``, ``y_t = S_t c_t + d x_t`` of inputs x, dt, b and c.
+
+    x (B, T, H, V), dt (B, T, H), b and c (B, T, H, N), or (B, T, 1, N) for all heads, a (H, 1, 1) or (H, 1, N).
+    """
+
+    def step(state: Array, token: tuple[Array, ...]) -> tuple[Array, Array]:
+        x, dt, b, c = token
+        state = jnp.exp(a * dt[..., None, None]) * state + (dt[..., None] * x)[..., None] * b[..., None, :]
+        out = (state * c[..., None, :]).sum(-1)
+        return state, out if d is None else out + d[:, None] * x
+
+    def map_of(end: Array, begins: Array, inputs: tuple[Array, ...]) -> tuple[Array, Array]:
+        return jnp.where(begins.any(), 0, jnp.exp(a * inputs[1].sum(1)[..., None, None])), end
+
+    x, _, b, _ = inputs
+    return _recurrence(step, inputs, (*x.shape[2:], b.shape[-1]), map_of, layout, axis_name, starts, x.dtype)
 
 
 def _recurrence(
