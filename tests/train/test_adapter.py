@@ -32,13 +32,13 @@ from tests.train.runs import losses, train_on
 def base(text):
     """The folder of a model that somebody trained, with its tokenizer."""
     from ringspan.train.config.data_table import DataConfig
-    from ringspan.train.data.documents import load_documents
+    from ringspan.train.data.documents import scan_documents
     from ringspan.train.data.tokens import train_tokenizer
 
     folder = text / "base"
     build("llama", vocab_size=300, hidden_size=32, intermediate_size=64).save_pretrained(folder)
     train_tokenizer(
-        load_documents(DataConfig(paths=(str(text / "text"),), sequence_length_tokens=45)), 300
+        scan_documents(DataConfig(paths=(str(text / "text"),), sequence_length_tokens=45)).documents, 300
     ).save_pretrained(folder)
     return folder
 

@@ -17,7 +17,7 @@ from ringspan.cli.main import main
 from ringspan.core.errors import ConfigError
 from ringspan.torch.data.batch import IGNORED
 from ringspan.train.config.tables import OptimizerConfig, TrainConfig
-from ringspan.train.data.documents import load_documents
+from ringspan.train.data.documents import scan_documents
 from ringspan.train.data.order import BatchOrder
 from ringspan.train.data.sequences import build_data
 from ringspan.train.job import _matmul_flops, learning_rate, prepare
@@ -133,7 +133,7 @@ def loss_of_documents(config: TrainConfig, step: int) -> float:
     """What one step costs before anything is learned: a plain model reads one document of a sequence at a time."""
     model_config = load_model_config(config)
     model = build_model(config.model, model_config)
-    data = build_data(config, load_tokenizer(config.model, model_config, load_documents(config.data)))
+    data = build_data(config, load_tokenizer(config.model, model_config, scan_documents(config.data).documents))
     batch = config.optimizer.batch_size * config.optimizer.accumulation_steps * config.mesh.replicate
     total, num_targets, num_documents = 0.0, 0, 0
     for index in BatchOrder(len(data.train), config.seed, batch, 1, 1).step_indices(step - 1).ravel().tolist():

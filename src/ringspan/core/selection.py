@@ -1,7 +1,4 @@
-"""Keys that an index chooses for each query (DeepSeek-V3.2): ranges, and a float64 oracle.
-
-A selection is int32 positions (B, T, k), unordered, -1 if a query sees fewer than k of S keys. H and D are the index's.
-"""
+"""Keys that an index may choose for each query (DeepSeek-V3.2)."""
 
 from typing import NamedTuple
 
@@ -37,27 +34,3 @@ def seen_by(mask: Mask, positions: Integers, length: int) -> Seen:
     first, stop = np.maximum(k0, positions - hi), np.minimum(k1, positions - lo + 1)
     sees = (q0 <= positions) & (positions < q1) & (first < stop)
     return Seen(np.where(sees, first, 0), np.where(sees, stop, 0))
-
-
-def index_scores(
-    q: NDArray[np.float64], k: NDArray[np.float64], weights: NDArray[np.float64], scale: float
-) -> NDArray[np.float64]:
-    """``sum_h weights_h relu(scale q_h k)``: q (T, H, D), k (S, D), weights (T, H) -> (T, S)."""
-    products = np.maximum(scale * np.einsum("thd,sd->ths", q, k), 0.0)
-    return np.einsum("th,ths->ts", weights, products)
-
-
-def chosen_keys(scores: NDArray[np.float64], seen: Seen, topk: int) -> NDArray[np.int32]:
-    """Return each query's ``topk`` best keys, of equal ones the first: (T, S) -> (T, topk)."""
-    chosen = np.full((len(scores), topk), -1, np.int32)
-    for row, first, stop in zip(range(len(scores)), *seen, strict=True):
-        best = np.argsort(-scores[row, first:stop], kind="stable")[:topk]
-        chosen[row, : len(best)] = first + best
-    return chosen
-
-
-def allowed_by(chosen: NDArray[np.int32], num_keys: int) -> NDArray[np.bool_]:
-    """Return a selection (..., k) as a mask (..., S)."""
-    one_more = np.zeros((*chosen.shape[:-1], num_keys + 1), np.bool_)
-    np.put_along_axis(one_more, np.where(chosen < 0, num_keys, chosen).astype(np.int64), True, axis=-1)
-    return one_more[..., :num_keys]

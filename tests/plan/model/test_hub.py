@@ -31,7 +31,7 @@ def unreachable(monkeypatch, tmp_path):
 )
 def test_a_run_that_needs_the_hub_is_refused_at_once(monkeypatch, capsys, workplace, unreachable, arguments, key):  # noqa: F811
     from ringspan.train.config.load import load_config
-    from ringspan.train.data.documents import load_documents
+    from ringspan.train.data.documents import scan_documents
     from ringspan.train.model import load_model_config, load_tokenizer
 
     if arguments[0] == "model.init=pretrained":
@@ -42,7 +42,7 @@ def test_a_run_that_needs_the_hub_is_refused_at_once(monkeypatch, capsys, workpl
     with pytest.raises(ConfigError, match="the Hub is out of reach") as refused:
         model_config = load_model_config(config)
         if config.model.tokenizer == "train":
-            load_documents(config.data)
+            scan_documents(config.data)
         load_tokenizer(config.model, model_config)
     assert time.perf_counter() - started < 5  # its own clients try for half a minute
     assert str(refused.value).startswith(key) and "is neither in" in str(refused.value)

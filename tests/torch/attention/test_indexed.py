@@ -9,8 +9,9 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import ringspan as rs
-from ringspan.core import reference, selection
+from ringspan.core import reference
 from ringspan.core.names import LAYOUT_NAMES
+from ringspan.core.selection import seen_by
 from ringspan.torch.attention import chosen, indexed
 from ringspan.torch.attention.op import assemble
 from ringspan.torch.attention.part import sink_gradient
@@ -39,14 +40,36 @@ def tensors_of(length, dtype):
     return *(make(BATCH, heads, length, size).to(dtype) for heads, size in sizes), *index
 
 
+def index_scores(q, k, weights, scale):
+    """``sum_h weights_h relu(scale q_h k)``: q (T, H, D), k (S, D), weights (T, H) -> (T, S)."""
+    products = np.maximum(scale * np.einsum("thd,sd->ths", q, k), 0.0)
+    return np.einsum("th,ths->ts", weights, products)
+
+
+def chosen_keys(scores, seen, topk):
+    """Return each query's ``topk`` best keys, of equal ones the first, -1 for none: (T, S) -> int32 (T, topk)."""
+    keys = np.full((len(scores), topk), -1, np.int32)
+    for row, first, stop in zip(range(len(scores)), *seen, strict=True):
+        best = np.argsort(-scores[row, first:stop], kind="stable")[:topk]
+        keys[row, : len(best)] = first + best
+    return keys
+
+
+def allowed_by(keys, num_keys):
+    """Return a selection (..., k) as a mask (..., S)."""
+    one_more = np.zeros((*keys.shape[:-1], num_keys + 1), np.bool_)
+    np.put_along_axis(one_more, np.where(keys < 0, num_keys, keys).astype(np.int64), True, axis=-1)
+    return one_more[..., :num_keys]
+
+
 def oracle(mask, topk, sinks, tensors):
     """Return the chosen keys, out, dq, dkv and dsinks."""
     q, kv, dout, iq, ik, weights = (x.double().numpy() for x in tensors)
-    seen, keys = selection.seen_by(mask, np.arange(q.shape[2]), q.shape[2]), []
+    seen, keys = seen_by(mask, np.arange(q.shape[2]), q.shape[2]), []
     for row in range(BATCH):
-        scores = selection.index_scores(iq[row].swapaxes(0, 1), ik[row, 0], weights[row, ..., 0].T, 1.0)
-        keys.append(selection.chosen_keys(scores, seen, topk))
-    arguments = q, kv, kv[..., VALUES], selection.allowed_by(np.stack(keys), q.shape[2])[:, None], SCALE
+        scores = index_scores(iq[row].swapaxes(0, 1), ik[row, 0], weights[row, ..., 0].T, 1.0)
+        keys.append(chosen_keys(scores, seen, topk))
+    arguments = q, kv, kv[..., VALUES], allowed_by(np.stack(keys), q.shape[2])[:, None], SCALE
     out, lse = reference.attention(*arguments, sinks=sinks)
     dq, dkv, dv = reference.backward(dout, *arguments, sinks=sinks)
     dkv[..., VALUES] += dv
@@ -115,7 +138,7 @@ def test_scores_are_ordered_and_equal_ones_by_position():
 
 
 def test_queries_see_a_range_of_keys_and_odd_masks_raise():
-    seen = selection.seen_by(rs.documents([5, 3]), np.arange(9), 8)
+    seen = seen_by(rs.documents([5, 3]), np.arange(9), 8)
     assert seen.counts.tolist() == [1, 2, 3, 4, 5, 1, 2, 3, 0]
     with pytest.raises(rs.MaskError, match="use causal or documents"):
-        selection.seen_by(rs.sliding_window(3, global_tokens=2), np.arange(9), 9)
+        seen_by(rs.sliding_window(3, global_tokens=2), np.arange(9), 9)

@@ -26,7 +26,7 @@ from ringspan.train.config.data_table import DataConfig
 from ringspan.train.config.load import parse_config
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data import documents as reading
-from ringspan.train.data.documents import load_documents, scan_documents
+from ringspan.train.data.documents import scan_documents
 from ringspan.train.data.sequences import TokenSequences, build_data
 from ringspan.train.data.tokens import TokenStream, tokenize, train_tokenizer
 
@@ -60,7 +60,7 @@ def write(path: Path, content: str | bytes) -> Path:
 
 
 def texts(config: DataConfig) -> list[str]:
-    documents = load_documents(config)
+    documents = scan_documents(config).documents
     assert documents.column_names == ["text"]
     return list(documents["text"])
 
@@ -143,12 +143,12 @@ def test_non_files_are_skipped_in_folders_and_refused_alone(tmp_path: Path, capl
         assert texts(data_config(tmp_path)) == ["one"]
     assert caplog.messages == [f"{tmp_path}: left out 2 links to nothing, pipes and the like"]
     with pytest.raises(ConfigError, match=r"pipe.txt\": is no file that can be read twice"):
-        load_documents(data_config(tmp_path / "pipe.txt"))
+        scan_documents(data_config(tmp_path / "pipe.txt"))
 
 
 def test_what_cannot_be_looked_at_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError, match=r'xxx": cannot be read: .*File name too long'):
-        load_documents(data_config("x" * 300))
+        scan_documents(data_config("x" * 300))
     write(tmp_path / "a.txt", "one")
     write(tmp_path / "closed/b.txt", "two")
     look = os.scandir
@@ -160,7 +160,7 @@ def test_what_cannot_be_looked_at_is_named(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "scandir", scandir)
     with pytest.raises(ConfigError, match=r"cannot be read: .*Permission denied.*closed"):
-        load_documents(data_config(tmp_path))
+        scan_documents(data_config(tmp_path))
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -169,7 +169,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
     with pytest.raises(
         ConfigError, match=r"a\.txt/cache: text cannot be cached there .*a\.txt is a file.; set HF_HOME"
     ):
-        load_documents(data_config(tmp_path / "a.txt"))
+        scan_documents(data_config(tmp_path / "a.txt"))
     monkeypatch.undo()
 
     def full(*args: Any, **kwargs: Any) -> Dataset:
@@ -177,7 +177,7 @@ def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(Dataset, "from_generator", full)
     with pytest.raises(ConfigError, match=r"text cannot be cached there .No space left on device.; make room"):
-        load_documents(data_config(tmp_path / "a.txt"))
+        scan_documents(data_config(tmp_path / "a.txt"))
 
 
 def test_a_changed_file_is_read_again(tmp_path: Path):
@@ -244,7 +244,7 @@ def refuse_hub(*_: Any, **__: Any) -> Dataset:
 def test_unusable_data_is_refused_in_one_line(tmp_path: Path, name: str, content: str, message: str):
     write(tmp_path / name, content)
     with pytest.raises(ConfigError) as caught:
-        load_documents(data_config(tmp_path))
+        scan_documents(data_config(tmp_path))
     assert message in str(caught.value)
     assert str(tmp_path) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -252,25 +252,25 @@ def test_unusable_data_is_refused_in_one_line(tmp_path: Path, name: str, content
 
 def test_a_missing_path_textless_parquet_and_hub_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(ConfigError, match=r'data.paths = "nowhere": does not exist in .*; correct it, or write "hub:'):
-        load_documents(data_config("nowhere"))
+        scan_documents(data_config("nowhere"))
     pq.write_table(pa.table({"id": [1]}), tmp_path / "c.parquet")
     with pytest.raises(ConfigError, match=r'data.text_field = "text": is missing in .*c\.parquet; its fields are id'):
-        load_documents(data_config(tmp_path))
+        scan_documents(data_config(tmp_path))
     with pytest.raises(ConfigError, match=r'"id": is int64, not a string, in .*c\.parquet; name another field'):
-        load_documents(data_config(tmp_path, text_field="id"))
+        scan_documents(data_config(tmp_path, text_field="id"))
     monkeypatch.setattr("ringspan.plan.model.hub.out_of_reach", lambda: None)
     monkeypatch.setattr("ringspan.train.data.documents.load_dataset", refuse_hub)
     with pytest.raises(
         ConfigError, match=r'data.paths = "hub:a/b": cannot be loaded: no route to host; check its name'
     ):
-        load_documents(data_config("hub:a/b"))
+        scan_documents(data_config("hub:a/b"))
 
 
 def test_a_text_too_long_for_arrow_is_refused_before_reading(tmp_path: Path):
     with (tmp_path / "huge.txt").open("wb") as file:
         file.truncate(1 << 31)  # sparse
     with pytest.raises(ConfigError, match=r"huge\.txt\": is larger than 2 GiB; split it, or make it a \.jsonl file"):
-        load_documents(data_config(tmp_path))
+        scan_documents(data_config(tmp_path))
 
 
 # --- tokens ---
@@ -308,7 +308,7 @@ def test_a_tokenizer_keeps_its_special_tokens():
 
 def test_tokens_are_cached_for_a_used_or_new_tokenizer(tmp_path: Path):
     corpus(tmp_path, 3)
-    documents = load_documents(data_config(tmp_path))
+    documents = scan_documents(data_config(tmp_path)).documents
     fresh, used = train_tokenizer(documents, 260), train_tokenizer(documents, 260)
     used.model_max_length = 2
     used(["x", "yy"], padding=True, truncation=True, max_length=2)
@@ -431,14 +431,14 @@ def test_an_index_counts_from_either_end_and_stays_inside():
 
 
 def whole_stream(config: TrainConfig, tokenizer: Any) -> list[int]:
-    return [token for row in tokenize(load_documents(config.data), tokenizer)["input_ids"] for token in row]
+    return [token for row in tokenize(scan_documents(config.data).documents, tokenizer)["input_ids"] for token in row]
 
 
 @pytest.mark.parametrize("documents", ["pack", "separate", "cut"])
 @pytest.mark.parametrize("num_documents", [3, 30])
 def test_train_and_eval_share_no_token_and_leave_none_out(tmp_path: Path, documents: str, num_documents: int):
     config = train_config(corpus(tmp_path, num_documents), documents=documents, eval_fraction=0.1)
-    tokenizer = train_tokenizer(load_documents(config.data), 257)
+    tokenizer = train_tokenizer(scan_documents(config.data).documents, 257)
     data = build_data(config, tokenizer)
     assert data.eval is not None and len(data.eval) > 0
     stream = whole_stream(config, tokenizer)
@@ -457,7 +457,7 @@ def test_train_and_eval_share_no_token_and_leave_none_out(tmp_path: Path, docume
             neighbours = itertools.pairwise(tokens[: covered + 1])
             assert targets == [IGNORED if token == ends else target for token, target in neighbours]
     if num_documents == 30:
-        rows = [len(row) for row in tokenize(load_documents(config.data), tokenizer)["input_ids"]]
+        rows = [len(row) for row in tokenize(scan_documents(config.data).documents, tokenizer)["input_ids"]]
         assert data.eval.num_tokens == sum(rows[-3:])
     elif documents != "cut":
         assert len(data.eval) == int(np.ceil(0.1 * ((len(stream) - 1) // 8)))
@@ -468,7 +468,7 @@ def test_eval_takes_more_documents_if_the_last_are_too_short(tmp_path: Path):
     for i in range(40):
         write(tmp_path / f"{i:02}.txt", "abc")  # 4 tokens each
     config = train_config(tmp_path, sequence_length_tokens=10, eval_fraction=0.01)
-    data = build_data(config, train_tokenizer(load_documents(config.data), 257))
+    data = build_data(config, train_tokenizer(scan_documents(config.data).documents, 257))
     assert data.eval is not None
     assert (data.eval.num_tokens, len(data.eval)) == (12, 1)
     assert len(data.train) == 14
@@ -476,7 +476,7 @@ def test_eval_takes_more_documents_if_the_last_are_too_short(tmp_path: Path):
 
 def test_too_little_text_names_the_tokens_found_and_needed(tmp_path: Path):
     file = write(tmp_path / "a.txt", "x" * 16)
-    tokenizer = train_tokenizer(load_documents(data_config(file)), 257)
+    tokenizer = train_tokenizer(scan_documents(data_config(file)).documents, 257)
     with pytest.raises(ConfigError) as caught:
         build_data(train_config(file, sequence_length_tokens=17, eval_fraction=0), tokenizer)
     assert str(caught.value) == (
@@ -491,7 +491,7 @@ def test_too_little_text_names_the_tokens_found_and_needed(tmp_path: Path):
 
 def test_a_default_accepts_a_text_long_enough_to_train_on(tmp_path: Path, caplog):
     file = write(tmp_path / "a.txt", "x" * 16)
-    tokenizer = train_tokenizer(load_documents(data_config(file)), 257)
+    tokenizer = train_tokenizer(scan_documents(data_config(file)).documents, 257)
     data = build_data(train_config(file), tokenizer)
     assert data.eval is None and len(data.train) == 2
     assert "17 tokens are too few to hold some out" in caplog.text

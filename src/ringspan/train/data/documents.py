@@ -40,10 +40,6 @@ class DocumentScan:
     """Local files -> (size, modification time)."""
 
 
-def load_documents(config: DataConfig) -> Dataset:
-    return scan_documents(config).documents
-
-
 def scan_documents(config: DataConfig) -> DocumentScan:
     """Read the documents in order: one per JSON object, .parquet row or other file; skip and count unusable texts."""
     cache = Path(caches.HF_DATASETS_CACHE)

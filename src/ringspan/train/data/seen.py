@@ -52,12 +52,6 @@ class SeenSequences:
         self._marks_answers = _ANSWER.search(template) is not None
 
     @property
-    def num_tokens(self) -> int:
-        return len(self) * self.sequence_length_tokens
-
-    num_dropped_tokens: int = 0
-
-    @property
     def seen_tokens(self) -> float:
         """Return the length of one causal document with as many keys per token; padding counts."""
         return float(self.sequence_length_tokens)
