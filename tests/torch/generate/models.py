@@ -9,6 +9,11 @@ _SMALL = {
     "eos_token_id": None, "pad_token_id": 0,
 }  # fmt: skip
 _MLA = {"q_lora_rank": 12, "kv_lora_rank": 10, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6}
+# An index that chooses fewer keys than a prompt has; of so many heads that no two scores are equal.
+_INDEXED = {
+    **_MLA, "index_topk": 9, "index_n_heads": 24, "index_head_dim": 8, "head_dim": 4, "num_key_value_heads": 4,
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 16,
+}  # fmt: skip
 CONFIGS = {
     "llama": {}, "qwen3": {"tie_word_embeddings": True}, "mistral": {"sliding_window": 9},
     "gemma3_text": {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention"] * 2},
@@ -20,6 +25,10 @@ CONFIGS = {
     "deepseek_v3": {
         **_MLA, "head_dim": 4, "num_key_value_heads": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1,
         "topk_group": 1, "moe_intermediate_size": 16, "first_k_dense_replace": 2,
+    },
+    "deepseek_v32": {**_INDEXED, "first_k_dense_replace": 2},
+    "glm_moe_dsa": {
+        **_INDEXED, "indexer_types": ["full", "shared"] * 2, "mlp_layer_types": ["dense", "sparse"] * 2,
     },
     "llama4_text": {
         "attention_chunk_size": 8,

@@ -67,7 +67,7 @@ def stop_strings(model: Any) -> Any:
 
 def from_a_copy(model: Any) -> Any:
     """A prompt that is read once, and a copy of its cache for a question."""
-    kept = fresh_cache(model) or {"past_key_values": DynamicCache()}
+    kept = fresh_cache(model) or {"past_key_values": DynamicCache(config=model.config)}
     model.generate(models.prompt(40), max_new_tokens=1, **kept)
     question = torch.cat((models.prompt(40), models.prompt(7)), 1)
     plain(model, torch.cat((models.prompt(40), models.prompt(9)), 1), **copy.deepcopy(kept))

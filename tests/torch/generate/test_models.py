@@ -7,10 +7,15 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
+from tests.cases import long
 from tests.every_model.tiny import tiny_model, tiny_tokens
-from tests.torch.generate.test_generate import plain, results
+from tests.torch.generate.test_generate import WAYS, greedy, plain, results
+from tests.torch.generate.test_states import made
 
 LIMIT = 1e-5
+IN_FLOAT64 = 1e-9
+# A few tokens, more than an index chooses, rows with padding on their left, and tokens that are taken back.
+OF_AN_INDEX: tuple[Any, ...] = greedy(1), greedy(13), greedy(71), WAYS["left padding"], WAYS["prompt lookup"]
 
 
 def text(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -40,6 +45,26 @@ def test_the_text_of_special_types_equals_one_process(pool, kind):
     for found, found_logits in pool.run(on_ring, 2, kind):
         assert torch.equal(found, ids)
         assert (found_logits - logits).norm() < LIMIT * logits.norm()
+
+
+def choosing_on_ring(mesh: DeviceMesh, kind: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    model: Any = rs.parallelize(made(kind, torch.float64), mesh)
+    type(model).ring_prefill_tokens = 17
+    return [results(way, model) for way in OF_AN_INDEX]
+
+
+@pytest.mark.parametrize(
+    ("kind", "ranks"),
+    [("deepseek_v32", 1), ("glm_moe_dsa", 3), ("hy_v4", 2), ("dots3_note_text", 2), *long(("axk2", 2), ("hy_v4", 3))],
+)
+def test_an_index_chooses_in_shares_as_in_float64_on_one_process(pool, kind, ranks):
+    """Many scores of its few heads are equal."""
+    model = made(kind, torch.float64)
+    expected = [results(way, model) for way in OF_AN_INDEX]
+    for found in pool.run(choosing_on_ring, ranks, kind):
+        for (ids, logits), (other, truth) in zip(found, expected, strict=True):
+            assert torch.equal(ids, other)
+            assert (logits - truth).norm() < IN_FLOAT64 * truth.norm()
 
 
 def test_a_layer_that_sees_more_than_its_config_is_refused(pool):

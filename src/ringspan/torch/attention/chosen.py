@@ -33,6 +33,10 @@ class IndexInputs(NamedTuple):
     scale: float
     topk: int
 
+    def of_rows(self, rows: slice) -> "IndexInputs":
+        """Return the same of some sequences of the batch."""
+        return self._replace(q=self.q[rows], k=self.k[rows], weights=self.weights[rows])
+
 
 def ordered(scores: Tensor, columns: Tensor) -> Tensor:
     """Return integers in order of score, then descending column; the largest is chosen first."""
@@ -70,10 +74,20 @@ def _best(index: IndexInputs, row: int, rows: slice, first: Tensor, stop: Tensor
     scores = _scores(index.q[row, rows].float(), index.k[row, begin:end], index.weights[row, rows], index.scale)
     order = ordered(scores, columns)
     order.masked_fill_((columns < first[:, None]) | (columns >= stop[:, None]), _NEVER)
-    return _first_of(order, index.topk)
+    return first_of(order, index.topk)
 
 
-def _first_of(order: Tensor, topk: int) -> Tensor:
+def candidates(index: IndexInputs, positions: Tensor, sees: Tensor) -> Tensor:
+    """Return each query's best keys (B, T, topk), as ``ordered``; it ``sees`` some (B, T, n) at positions (n,)."""
+    found = []
+    for q, k, weights, seen in zip(index.q, index.k, index.weights, sees.expand(len(index.q), -1, -1), strict=True):
+        order = ordered(_scores(q.float(), k, weights, index.scale), positions).masked_fill_(~seen, _NEVER)
+        best = order.topk(min(index.topk, len(k)), sorted=False).values
+        found.append(torch.nn.functional.pad(best, (0, index.topk - best.shape[-1]), value=_NEVER))
+    return torch.stack(found)
+
+
+def first_of(order: Tensor, topk: int) -> Tensor:
     """Return the columns of the ``topk`` largest (..., topk), -1 if there are fewer."""
     best = order.topk(min(topk, order.shape[-1]), sorted=False).values
     found = _turned(best & _LAST)
@@ -101,7 +115,7 @@ def choose_blocks(q: Tensor, k: Tensor, first: Tensor, stop: Tensor, size: int, 
                 own = ((seen - 1) // size - back).clamp(min=0)
                 blocks.scatter_(-1, own.expand(*blocks.shape[:2], 1), torch.inf)
             order = ordered(blocks, torch.arange(blocks.shape[-1], device=q.device))
-            found = _first_of(order.masked_fill_(blocks == -torch.inf, _NEVER), topk)[..., None]
+            found = first_of(order.masked_fill_(blocks == -torch.inf, _NEVER), topk)[..., None]
             keys = found * size + inside
             keys = (keys + begin).masked_fill_((found < 0) | (keys >= seen[..., None]), -1)
             chosen[row, rows] = keys.flatten(-2).to(torch.int32)

@@ -21,6 +21,7 @@ from ringspan.torch.attention.handler import handled
 from ringspan.torch.attention.part import Ring, sink_gradient
 from ringspan.torch.attention.request import Request, checked
 from ringspan.torch.attention.windows import Row, visible
+from ringspan.torch.transport.protocol import Transport
 
 INDEX_MESSAGE, KEYS_MESSAGE = 0, MESSAGES_PER_HOP
 
@@ -77,20 +78,27 @@ def forward(
     ring: Ring, q: Tensor, kv: Tensor, sinks: Tensor | None, index: IndexInputs | None, chosen: Any, values: slice
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return out, lse and what is chosen here: nothing if ``chosen`` is given."""
-    row = _row_of(ring, q)
+    return attend_fetched(_row_of(ring, q), ring.exchange, q, kv, sinks, index, chosen, values, ring.spec.scale)
+
+
+def attend_fetched(
+    row: Row, exchange: Transport, q: Tensor, kv: Tensor, sinks: Tensor | None, index: IndexInputs | None, chosen: Any,
+    values: slice, scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return ``forward`` of a row's queries here, and of all keys that they see."""
     fetch, first, stop = visible(row)
     columns = index_keys = None
     if chosen is not None:
         columns = fetch.columns(chosen)
     elif index is not None and row.most > index.topk:
-        index_keys = fetch.start(index.k, ring.exchange, INDEX_MESSAGE)
-    keys = fetch.start(kv, ring.exchange, KEYS_MESSAGE)
+        index_keys = fetch.start(index.k, exchange, INDEX_MESSAGE)
+    keys = fetch.start(kv, exchange, KEYS_MESSAGE)
     if index is not None and index_keys is not None:
         columns = choose(index._replace(k=index_keys.finish()), first, stop)
     elif index is not None:
         columns = all_seen(first, stop, index.topk).repeat(len(q), 1, 1)
     assert columns is not None, "it is chosen here, or was before"
-    out, lse = attend(q, keys.finish(), columns, values, ring.spec.scale, sinks)
+    out, lse = attend(q, keys.finish(), columns, values, scale, sinks)
     return out, lse, fetch.at(columns) if chosen is None else columns.new_empty(0)
 
 

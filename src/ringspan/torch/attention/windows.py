@@ -15,7 +15,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.layout import CustomLayout, Layout
 from ringspan.core.geometry.mask import Mask
 from ringspan.core.selection import Integers, Seen, seen_by
 from ringspan.torch.attention.chosen import attend, attend_backward
@@ -118,16 +118,22 @@ class Row(NamedTuple):
     layout: Layout
     rank: int
     device: torch.device
+    cached: CustomLayout | None = None
+    """Keys of a cache, if queries see those, causally: but for padding, which has no key in the mask."""
 
     @property
     def seen(self) -> Seen:
         """Keys of each position; none for padding."""
-        return _seen(self.mask, self.layout)
+        return _seen(*self._seeing)
 
     @property
     def most(self) -> int:
         """Keys that a token sees at most, on any rank."""
-        return _most(self.mask, self.layout)
+        return _most(*self._seeing)
+
+    @property
+    def _seeing(self) -> tuple[str, Layout]:
+        return self.mask if self.cached is None else "causal", self.layout
 
     @property
     def local(self) -> Integers:
@@ -137,6 +143,15 @@ class Row(NamedTuple):
         """Positions of each rank that see something."""
         each = (np.sort(self.layout.positions(rank)) for rank in range(self.layout.ranks))
         return [positions[self.seen.counts[positions] > 0] for positions in each]
+
+    def keys(self) -> tuple[Integers, list[Integers]]:
+        """Return positions of this rank's keys, in their order, and of each rank's that something sees."""
+        if self.cached is None:
+            return self.local, self.queries()
+        each = [self.cached.positions(rank) for rank in range(self.cached.ranks)]
+        regions, length = Mask.parse(self.mask).regions, self.layout.length
+        real = [[(part.k0 <= held) & (held < min(part.k1, length)) for part in regions] for held in each]
+        return each[self.rank], [held[np.any(parts, 0)] for held, parts in zip(each, real, strict=True)]
 
     def bounds(self, fetch: Fetch) -> tuple[Tensor, Tensor]:
         """Return the columns [first, stop) of what is fetched that each local query sees, int32 (T,)."""
@@ -154,7 +169,7 @@ class Row(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _seen(mask: str, layout: Layout) -> Seen:
-    return seen_by(Mask.parse(mask), np.arange(layout.padded_length), layout.length)
+    return seen_by(Mask.parse(mask), np.arange(max(layout.length, layout.padded_length)), layout.length)
 
 
 @lru_cache(maxsize=64)
@@ -187,7 +202,7 @@ def before(row: Row, reach: int) -> tuple[Fetch, Tensor]:
 @lru_cache(maxsize=64)
 def visible(row: Row) -> tuple[Fetch, Tensor, Tensor]:
     """Return what fetches all that local queries see, and columns [first, stop) of each query, int32 (T,)."""
-    fetch = _fetch(row, row.local, row.queries(), row.queries())
+    fetch = _fetch(row, *row.keys(), row.queries())
     return fetch, *row.bounds(fetch)
 
 
@@ -226,19 +241,19 @@ class _Fetched(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, fetch: Fetch, group: dist.ProcessGroup | None) -> Tensor:
         ctx.fetch, ctx.group, ctx.tokens = fetch, group, x.shape[1]
-        with _passing(x, group) as exchange:
+        with passing_tokens(x, group) as exchange:
             return fetch.start(x.detach(), exchange).finish()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = gradients
         wide = gradient.to(accumulation_dtype(gradient.dtype))
-        with _passing(wide, ctx.group) as exchange:
+        with passing_tokens(wide, ctx.group) as exchange:
             return ctx.fetch.start_back(wide, ctx.tokens, exchange).finish().to(gradient.dtype), None, None
 
 
 @contextmanager
-def _passing(x: Tensor, group: dist.ProcessGroup | None) -> Iterator[Transport]:
+def passing_tokens(x: Tensor, group: dist.ProcessGroup | None) -> Iterator[Transport]:
     facts = {"rows": len(x), "size": x.shape[-1], "dtype": str(x.dtype)}
     with one_at_a_time(group):
         agree(group, facts)

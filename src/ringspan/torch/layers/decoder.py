@@ -36,6 +36,10 @@ INDEXED_LAYERS: Final[dict[str, tuple[str, ...]]] = {
 """Layers of each type whose queries attend to keys that an index chooses, or to entries that pool them."""
 
 
+CACHED_INDEXES: Final = frozenset({"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"})
+"""Types whose index has a key of each token, which a cache holds."""
+
+
 def has_index(config: PreTrainedConfig) -> bool:
     types = getattr(config, "layer_types", None) or ()
     return any(kind in types for kind in INDEXED_LAYERS.get(config.model_type, ()))

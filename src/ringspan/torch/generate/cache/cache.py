@@ -10,9 +10,9 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.layout import CustomLayout
 from ringspan.core.geometry.shares import BLOCK_TOKENS, Shares
-from ringspan.torch.attention.cached import current_turn
+from ringspan.torch.attention.cached import Turn, current_turn
 from ringspan.torch.generate.cache.identity import Reader
-from ringspan.torch.generate.cache.quantised import check_dtype, new_rows
+from ringspan.torch.generate.cache.quantised import QuantisedRows, check_dtype, new_rows
 from ringspan.torch.generate.cache.rows import Rows
 from ringspan.torch.generate.cache.states import Rearranged, StateLayer
 from ringspan.torch.layers.decoder import LayerKind
@@ -138,8 +138,7 @@ class RingCache(Cache):
         share = -(-length // self.shares.ranks) + BLOCK_TOKENS
         for layer in self.keepers:
             if layer.keeps_all:
-                for rows in layer.rows:
-                    rows.reserve(share)
+                layer.reserve(share)
 
     def activate_past_recording(self) -> None:
         """Keep everything until ``crop``, so that the last tokens can be taken back."""
@@ -232,8 +231,15 @@ class RingLayer(Rearranged, CacheLayerMixin):
     def keeps_all(self) -> bool:
         return self.kind is not None and self.kind.window is None and self.kind.chunk is None
 
+    def reserve(self, count: int) -> None:
+        self._reserved = count
+        for rows in self.rows:
+            rows.reserve(count)
+
     def reset(self) -> None:
-        self.rows = new_rows(self._cache.dtype), new_rows(self._cache.dtype)
+        self.rows: tuple[Rows | QuantisedRows, ...] = new_rows(self._cache.dtype), new_rows(self._cache.dtype)
+        """Keys, values, and of an index its keys, in their own dtype: rounded ones would choose others."""
+        self._reserved = 0
         self.length = 0  # of the whole sequence, as this layer has seen it
         self.first = 0  # the first position that is still held somewhere
         self.is_initialized = False
@@ -250,23 +256,32 @@ class RingLayer(Rearranged, CacheLayerMixin):
             raise UnsupportedError("a RingCache is for the model on the ring that made it; give others their own cache")
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        for rows, new in zip(self.rows, (key_states, value_states), strict=True):
-            # A prompt's tokens come split already; a few new ones come to every rank, which picks those it is to keep.
-            rows.append(new if turn.is_split else new.index_select(2, turn.kept.to(new.device)))
+        share = tuple(_added(*pair, turn) for pair in zip(self.rows, (key_states, value_states), strict=False))
         self.length = turn.new.length
-        share = key_states[:, :, :1], value_states[:, :, :1]  # of a rank that holds none: padding (``Shares.held``)
-        if self.rows[0].count:
-            share = tuple(rows.tensor for rows in self.rows)
         # Behind the share that is returned: this pass's first queries still see what its last ones no longer do.
         if not self._cache.records_past:
             self.forget()
-        self.keys, self.values = (rows.stored for rows in self.rows)
+        self._show()
         return share  # pyright: ignore[reportReturnType]
 
-    def fill(self, keys: Tensor, values: Tensor, length: int, first: int) -> None:
-        """Hold this rank's share (B, G, M, D) of ``length`` tokens, from position ``first`` on."""
-        self.lazy_initialization(keys, values)
-        for rows, new in zip(self.rows, (keys, values), strict=True):
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Keep this rank's part of an index's new keys (B, n, D); return its share, as ``update``, which was before."""
+        turn = current_turn()
+        assert turn is not None, "keys have been added"
+        return _added(self._index_rows(), indexer_key_states[:, None], turn)[:, 0]
+
+    def _index_rows(self) -> Rows | QuantisedRows:
+        if len(self.rows) == 2:
+            self.rows = (*self.rows, Rows())
+            self.rows[2].reserve(self._reserved)
+        return self.rows[2]
+
+    def fill(self, parts: Sequence[Tensor], length: int, first: int) -> None:
+        """Hold this rank's share, keys, values and keys of an index (B, G, M, D) each, from position ``first`` on."""
+        self.lazy_initialization(*parts[:2])
+        if len(parts) > 2:
+            self._index_rows()
+        for rows, new in zip(self.rows, parts, strict=True):
             rows.append(new)
         self.length, self.first = length, first
         self._cut(0, 0)
@@ -294,7 +309,10 @@ class RingLayer(Rearranged, CacheLayerMixin):
         for rows in self.rows:
             rows.cut(first, last)
         if self.is_initialized:
-            self.keys, self.values = (rows.stored for rows in self.rows)
+            self._show()
+
+    def _show(self) -> None:
+        self.keys, self.values = (rows.stored for rows in self.rows[:2])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.length + query_length, 0
@@ -314,6 +332,13 @@ class RingLayer(Rearranged, CacheLayerMixin):
         for rows in self.rows:
             rows.change(function)
         self._cut(0, 0)
+
+
+def _added(rows: Rows | QuantisedRows, new: Tensor, turn: Turn) -> Tensor:
+    """Add this rank's part of the new tokens; return all of its rows, or one of padding (``Shares.held``)."""
+    # A prompt's tokens come split already; a few new ones come to every rank, which picks those it is to keep.
+    rows.append(new if turn.is_split else new.index_select(2, turn.kept.to(new.device)))
+    return rows.tensor if rows.count else new[:, :, :1]
 
 
 class RingStateLayer(StateLayer, RingLayer):

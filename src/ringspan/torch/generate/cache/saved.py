@@ -34,7 +34,7 @@ from ringspan.torch.transport.collectives import gather_over
 from ringspan.torch.weights.files import opened_files
 
 MANIFEST: Final = "manifest.json"
-_HALVES: Final = "keys", "values"
+_PARTS: Final = "keys", "values", "index"
 
 _Run = Annotated[tuple[NonNegativeInt, PositiveInt], Field(strict=False)]
 
@@ -49,10 +49,17 @@ class SavedLayer(_Record):
     """Key/value heads of the whole model."""
     sizes: tuple[PositiveInt, PositiveInt] = Field(strict=False)
     dtype: str
+    index: tuple[PositiveInt, str] | None = Field(default=None, strict=False)
+    """Size and dtype of the keys of its index, if it has one."""
+
+    @property
+    def parts(self) -> dict[str, tuple[int, str]]:
+        sizes = [(size, self.dtype) for size in self.sizes]
+        return dict(zip(_PARTS, [*sizes, self.index] if self.index else sizes, strict=False))
 
 
 class SavedShare(_Record):
-    """File of one rank: each layer's keys and values at ``runs`` from the layer's first position on."""
+    """File of one rank: each layer's keys, values and index keys at ``runs`` from its first position on."""
 
     file: str = Field(pattern=r"^rank_\d+\.safetensors$")
     bytes: NonNegativeInt
@@ -163,9 +170,9 @@ def _make(scratch: Path) -> None:
 def _write(folder: Path, cache: RingCache, number: int, tp: int) -> SavedShare:
     path = folder / f"rank_{number:05d}.safetensors"
     tensors = {
-        f"{index}.{half}": rows.tensor.cpu().contiguous()
+        f"{index}.{part}": rows.tensor.cpu().contiguous()
         for index, layer in enumerate(cache.keepers)
-        for half, rows in zip(_HALVES, layer.rows, strict=True)
+        for part, rows in zip(_PARTS, layer.rows, strict=False)
     }
     if number == 0:
         tensors |= {"ids": cache.ids.contiguous(), "shifts": cache.shifts.contiguous()}
@@ -177,10 +184,10 @@ def _write(folder: Path, cache: RingCache, number: int, tp: int) -> SavedShare:
 
 
 def _saved_layer(layer: RingLayer, tp: int) -> SavedLayer:
-    keys, values = (rows.tensor for rows in layer.rows)
-    dtype = str(keys.dtype).removeprefix("torch.")
+    heads = layer.rows[0].tensor.shape[1] * tp
+    keys, values, *index = [(x.shape[-1], str(x.dtype).removeprefix("torch.")) for x in (r.tensor for r in layer.rows)]
     return SavedLayer(
-        first=layer.first, heads=keys.shape[1] * tp, sizes=(keys.shape[-1], values.shape[-1]), dtype=dtype
+        first=layer.first, heads=heads, sizes=(keys[0], values[0]), dtype=keys[1], index=index[0] if index else None
     )
 
 
@@ -234,9 +241,8 @@ def _fill(model: RingModel, folder: Path, saved: SavedCache, cache: RingCache) -
             count = entry.heads // tp[1]
             heads = slice(tp[0] * count, (tp[0] + 1) * count)
             held = tuple(runs_from(runs, entry.first))
-            parts = (_gathered(opened, saved, f"{index}.{half}", entry, held, heads) for half in _HALVES)
-            keys, values = (part.to(device) for part in parts)
-            layer.fill(keys, values, saved.length, entry.first)
+            parts = [_gathered(opened, saved, entry, (index, part), held, heads).to(device) for part in entry.parts]
+            layer.fill(parts, saved.length, entry.first)
     if _ids_digest(cache.ids) != saved.ids_sha256:
         raise CheckpointError(f"{folder}: its tokens are not those that it says it holds; save it again")
 
@@ -255,11 +261,11 @@ def _fill_ids(model: RingModel, folder: Path, file: safe_open, cache: RingCache)
 
 
 def _gathered(
-    opened: Callable[[str], Any], saved: SavedCache, name: str, entry: SavedLayer, held: Runs, heads: slice
+    opened: Callable[[str], Any], saved: SavedCache, entry: SavedLayer, which: tuple[int, str], held: Runs, heads: slice
 ) -> Tensor:
-    size = entry.sizes[_HALVES.index(name.partition(".")[2])]
+    name, (size, dtype) = f"{which[0]}.{which[1]}", entry.parts[which[1]]
     num_tokens = sum(count for _, count in held)
-    result = torch.empty(saved.sequences, heads.stop - heads.start, num_tokens, size, dtype=getattr(torch, entry.dtype))
+    result = torch.empty(saved.sequences, heads.stop - heads.start, num_tokens, size, dtype=getattr(torch, dtype))
     found = 0
     for share in saved.shares:
         count = entry.heads // saved.tp

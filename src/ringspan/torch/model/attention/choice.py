@@ -11,10 +11,14 @@ from torch import Tensor, nn
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import Mask
 from ringspan.core.names import LayoutName
+from ringspan.torch.attention.cached import Turn
 from ringspan.torch.attention.chosen import IndexInputs
 from ringspan.torch.attention.indexed import indexed_attention
+from ringspan.torch.attention.indexed_cache import attend_to_cache
+from ringspan.torch.attention.request import in_autocast
 from ringspan.torch.attention.traced import mask_of
 from ringspan.torch.attention.windows import Row
+from ringspan.torch.layers.decoder import LayerKind
 from ringspan.torch.layers.modules import computes_as, forward_of
 from ringspan.torch.recurrence.current import SequencePass, current_pass
 from ringspan.torch.weights.packed import is_packed
@@ -37,6 +41,40 @@ class Asked(NamedTuple):
     def options(self, rows: Rows, values: slice) -> dict[str, Any]:
         of_rows = {"mask": rows.mask, "layout": rows.layout, "values": values}
         return of_rows | {"scale": self.scale, "group": self.ring, "sinks": self.sinks}
+
+    def attend(self, q: Tensor, latents: Tensor, choice: "Choice", values: slice) -> Tensor:
+        """Attend from q (B, H, T, D) to latents (B, T, C) by a choice, which is made here or was before."""
+        index, chosen = choice.index, choice.chosen
+        length = q.shape[2] * dist.get_world_size(self.ring)
+        outs: list[Tensor] = []
+        for number, rows in enumerate(self.rows):
+            of_rows = given = None
+            if index is None:
+                given = chosen[number]
+            else:
+                of_rows = index.of_rows(rows.part)._replace(topk=min(index.topk, length))
+            options = self.options(rows, values)
+            out, found = indexed_attention(q[rows.part], latents[rows.part], of_rows, given, **options)
+            outs.append(out)
+            if index is not None:
+                chosen.append(found)
+        return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+class AskedOfCache(NamedTuple):
+    turn: Turn
+    scale: float
+    sinks: Tensor | None
+
+    def attend(self, q: Tensor, latents: Tensor, choice: "Choice", values: slice) -> Tensor:
+        """Attend as ``Asked``, to this rank's share of the latents (B, M, C) and others'."""
+        q, latents = in_autocast(q, latents)
+        given = None if choice.index is not None else choice.chosen[0]
+        options = {"values": values, "scale": self.scale, "sinks": self.sinks}
+        reach = self.turn.reaches[LayerKind()]
+        out, found = attend_to_cache(self.turn, reach, q, latents.to(q.dtype), choice.index, given, **options)
+        choice.chosen = [found]
+        return out
 
 
 class Choice:
@@ -98,26 +136,13 @@ def rotation_of(index: nn.Module) -> Any:
     return next(code.__globals__[name] for name in _ROTATIONS if name in code.__code__.co_names)
 
 
-def attend_to_chosen(module: nn.Module, query: Tensor, latents: Tensor, choice: Choice, asked: Asked) -> Tensor:
+def attend_to_chosen(
+    module: nn.Module, query: Tensor, latents: Tensor, choice: Choice, asked: Asked | AskedOfCache
+) -> Tensor:
     """Attend to latents: absorbed queries (B, H, T, n + P) give (B, T, H, v)."""
-    index, chosen = choice.index, choice.chosen
-    length = query.shape[2] * dist.get_world_size(asked.ring)
 
     def attend(q: Tensor) -> Tensor:
-        outs: list[Tensor] = []
-        for number, rows in enumerate(asked.rows):
-            of_rows = given = None
-            if index is None:
-                given = chosen[number]
-            else:
-                q_index, k_index, weights = (x[rows.part] for x in index[:3])
-                of_rows = IndexInputs(q_index, k_index, weights, index.scale, min(index.topk, length))
-            options = asked.options(rows, slice(0, module.kv_lora_rank))
-            out, found = indexed_attention(q[rows.part], latents[rows.part, 0], of_rows, given, **options)
-            outs.append(out)
-            if index is not None:
-                chosen.append(found)
-        return outs[0] if len(outs) == 1 else torch.cat(outs)
+        return asked.attend(q, latents[:, 0], choice, slice(0, module.kv_lora_rank))
 
     out = absorbed_attention(module, query, latents, attend)
     choice.index = None

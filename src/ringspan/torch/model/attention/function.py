@@ -20,7 +20,14 @@ from ringspan.torch.attention.traced import Segments, layer_attention, mask_of
 from ringspan.torch.layers.cache_names import NAMES
 from ringspan.torch.layers.decoder import LayerKind
 from ringspan.torch.memory.folds import Fold, attend_in_folds
-from ringspan.torch.model.attention.choice import Asked, Rows, absorbed_attention, choice_of
+from ringspan.torch.model.attention.choice import (
+    Asked,
+    AskedOfCache,
+    Rows,
+    absorbed_attention,
+    attend_to_chosen,
+    choice_of,
+)
 from ringspan.torch.model.attention.latents import absorbs, expansion_of
 from ringspan.torch.model.forward_arguments import UNSAID, Unsaid, check_attention
 from ringspan.torch.model.local_pass import Packed
@@ -56,6 +63,8 @@ def register_attention(
         check_attention(module, kwargs | {"attention_mask": given, "dropout": dropout})
         if choice is not None:
             assert scaling is not None, "a module with an index gives its own"
+            if turn is not None:
+                return attend_to_chosen(module, query, key, choice, AskedOfCache(turn, scaling, s_aux)), None
             rows = _rows(ring_packed, query.shape[2] * dist.get_world_size(ring), LayerKind(), config)
             return choice.attend(module, (query, key, value), Asked(rows, ring, scaling, s_aux)), None
         kind = _kind_of_layer(module, kinds, sliding_window, masked)

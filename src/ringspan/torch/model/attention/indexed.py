@@ -44,13 +44,16 @@ class _Index(Mixin):
         q_resid: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         *_: object,
+        past_key_values: Any = None,
         **__: object,
     ) -> Choice:
-        """Compute queries, keys and weights as transformers' index does."""
+        """Compute queries, keys and weights as transformers' index does; over a cache, its share of the keys."""
         q = self.wq_b(q_resid).unflatten(-1, (self.n_heads, self.head_dim))
-        return self.ring_choice(q, hidden_states, position_embeddings)
+        return self.ring_choice(q, hidden_states, position_embeddings, past_key_values)
 
-    def ring_choice(self: Any, q: Tensor, hidden_states: Tensor, turns: tuple[Tensor, Tensor] | None) -> Choice:
+    def ring_choice(
+        self: Any, q: Tensor, hidden_states: Tensor, turns: tuple[Tensor, Tensor] | None, cache: Any
+    ) -> Choice:
         k = self.k_norm(self.wk(hidden_states).to(self.k_norm.weight.dtype)).to(hidden_states.dtype).unsqueeze(2)
         if turns is not None:
             rotary, plain = self.qk_rope_head_dim, self.head_dim - self.qk_rope_head_dim
@@ -62,7 +65,8 @@ class _Index(Mixin):
                 for rest, new in zip(parts, turned, strict=True)
             )
         weights = self.weights_proj(hidden_states.to(self.weights_proj.weight.dtype)).float() * self.n_heads**-0.5
-        return Choice(IndexInputs(q, k.squeeze(2), weights, self.softmax_scale, self.index_topk), [])
+        k = k.squeeze(2) if cache is None else cache.update_indexer(k.squeeze(2), self.layer_idx)
+        return Choice(IndexInputs(q, k, weights, self.softmax_scale, self.index_topk), [])
 
 
 class _IndexOfHidden(_Index):
@@ -70,11 +74,12 @@ class _IndexOfHidden(_Index):
 
     @torch.no_grad()
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self: Any, hidden_states: Tensor, turns: tuple[Tensor, Tensor], _: object, position_ids: Tensor, **__: object
-    ) -> Choice:
+        self: Any, hidden_states: Tensor, turns: tuple[Tensor, Tensor], _: object, position_ids: Tensor,
+        past_key_values: Any = None,
+    ) -> Choice:  # fmt: skip
         q = self.wq_b(self.q_input_norm(hidden_states)).unflatten(-1, (self.n_heads, self.head_dim))
         q = self.softmax_scaling(q, position_ids, head_dim_first=False)
-        return self.ring_choice(q, hidden_states, turns if self.use_rope else None)
+        return self.ring_choice(q, hidden_states, turns if self.use_rope else None, past_key_values)
 
 
 def choosing_modules(decoder: Any) -> list[nn.Module]:

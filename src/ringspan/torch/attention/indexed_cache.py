@@ -1,0 +1,74 @@
+"""Attention of new tokens to the keys of a cache that an index chooses, split over the ranks of a ring.
+
+Many new tokens are split over the ranks and fetch what they see, as in training. Few are on every rank: each finds the
+best keys of its own share, all agree on the best of these, and partials over each share's are merged.
+"""
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ringspan.torch.attention.cached import Reach, Turn, merged
+from ringspan.torch.attention.chosen import IndexInputs, attend, candidates, first_of
+from ringspan.torch.attention.indexed import attend_fetched
+from ringspan.torch.attention.windows import Row, passing_tokens
+from ringspan.torch.transport.agreement import one_at_a_time
+
+
+def attend_to_cache(
+    turn: Turn, reach: Reach, q: Tensor, kv: Tensor, index: IndexInputs | None, chosen: Tensor | None, *, values: slice,
+    scale: float, sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attend from q (B, H, n, D) to chosen keys of all ranks, given this rank's share (B, M, C) of them.
+
+    Give an ``index``, with the keys of the share, or what it has ``chosen``. Returns out (B, H, n, E) in q's dtype, and
+    global positions of each query's keys (B, n, k), -1 for none.
+    """
+    if index is not None:
+        index = index._replace(topk=min(index.topk, reach.keys.length))
+    attend_here = _fetching if turn.is_split or turn.new.ranks == 1 else _merging
+    return attend_here(turn, reach, q, kv, index, chosen, values, scale, sinks)
+
+
+def _fetching(
+    turn: Turn, reach: Reach, q: Tensor, kv: Tensor, index: IndexInputs | None, chosen: Tensor | None, values: slice,
+    scale: float, sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    results: list[tuple[Tensor, Tensor, Tensor]] = []
+    for number, mask in enumerate(reach.masks):
+        part = slice(None) if len(reach.masks) == 1 else slice(number, number + 1)
+        row = Row(mask.spec, turn.queries, turn.rank, q.device, reach.keys)
+        of_row = None if index is None else index.of_rows(part)
+        given = None if chosen is None else chosen[part]
+        with passing_tokens(kv[part], turn.group) as exchange:
+            results.append(attend_fetched(row, exchange, q[part], kv[part], sinks, of_row, given, values, scale))
+    out, _, found = (torch.cat(each) for each in zip(*results, strict=True))
+    return out, found if chosen is None else chosen
+
+
+def _merging(
+    turn: Turn, reach: Reach, q: Tensor, kv: Tensor, index: IndexInputs | None, chosen: Tensor | None, values: slice,
+    scale: float, sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    held = reach.keys.positions(turn.rank)
+    positions = torch.from_numpy(held).to(q.device)
+    with one_at_a_time(turn.group):
+        if index is not None:
+            queries = turn.queries.positions(0)
+            sees = torch.from_numpy(np.stack([mask.dense(queries, held) for mask in reach.masks])).to(q.device)
+            mine = candidates(index, positions, sees)
+            every = [torch.empty_like(mine) for _ in range(turn.new.ranks)]
+            dist.all_gather(every, mine, group=turn.group)
+            chosen = first_of(torch.cat(every, -1), index.topk)
+        assert chosen is not None, "it is chosen here, or was before"
+        out, lse = attend(q, kv, _columns(chosen, positions), values, scale, None)
+        return merged(out, lse, sinks, turn.group).to(q.dtype), chosen
+
+
+def _columns(chosen: Tensor, positions: Tensor) -> Tensor:
+    """Return the columns (B, n, most) of a share's keys at positions (M,) that are chosen (B, n, k); -1 for none."""
+    columns = torch.searchsorted(positions, chosen)
+    columns.masked_fill_(positions[columns.clamp(max=len(positions) - 1)] != chosen, -1)
+    most = int((columns >= 0).sum(-1).max())
+    return columns.topk(max(1, most), -1).values
