@@ -1,5 +1,6 @@
-"""Attention to a cache in shares, on rings of threads, against the float64 oracle: any turns, masks and padding."""
+"""Attention to a cache in shares, on rings of threads, against the float64 oracle: any turns, masks, padding, index."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,9 @@ from torch import Tensor
 
 from ringspan.core import reference
 from ringspan.core.geometry.shares import Shares
-from ringspan.torch.attention import cached
+from ringspan.torch.attention import cached, indexed_cache
 from ringspan.torch.attention.cached import Reach, Turn, merged
+from ringspan.torch.attention.chosen import IndexInputs
 from ringspan.torch.attention.request import Request
 from ringspan.torch.generate.passes import layer_mask
 from ringspan.torch.kernels.contract import Scores
@@ -20,6 +22,7 @@ from ringspan.torch.layers.decoder import LayerKind
 from ringspan.torch.transport.exchange import TensorSpec
 from ringspan.torch.transport.protocol import FakeTransport, transport_of
 from tests.fuzz import examples
+from tests.torch.attention.test_indexed import allowed_by, index_scores
 from tests.torch.virtual import on_ranks
 
 LIMIT = 3e-6  # the design's Numbers: float32, relative
@@ -61,14 +64,16 @@ class Collectives:
 
 @pytest.fixture(autouse=True)
 def threads_for_processes(monkeypatch):
-    monkeypatch.setattr(cached, "dist", Collectives)
+    for module in (cached, indexed_cache):
+        monkeypatch.setattr(module, "dist", Collectives)
+        monkeypatch.setattr(module, "one_at_a_time", lambda group: torch.no_grad())
     monkeypatch.setattr(cached, "agree", lambda group, facts: None)
-    monkeypatch.setattr(cached, "one_at_a_time", lambda group: torch.no_grad())
 
     def messages(group: Any, name: str) -> Any:
         return transport_of(None, name) if group is None else group.transport.among(range(group.ranks), name)
 
     monkeypatch.setattr(cached, "transport_of", messages)
+    monkeypatch.setattr(indexed_cache, "passing_tokens", lambda x, group: nullcontext(messages(group, "tokens")))
 
 
 class Text:
@@ -76,13 +81,18 @@ class Text:
 
     def __init__(
         self, length: int, kind: LayerKind, real: list[tuple[tuple[int, int], ...]] | None, softcap: float = 0.0,
-        has_sinks: bool = False,
+        has_sinks: bool = False, topk: int = 0,
     ) -> None:  # fmt: skip
         generator = torch.Generator().manual_seed(length)
         batch = len(real or (None,))
-        shapes = (HEADS, SIZE), (GROUPS, SIZE), (GROUPS, VALUE_SIZE)
-        self.q, self.k, self.v = (torch.randn(batch, h, length, d, generator=generator) for h, d in shapes)
+        groups = 1 if topk else GROUPS
+        shapes = (HEADS, SIZE), (groups, SIZE), (groups, VALUE_SIZE), (2, 4), (1, 4), (2, 1)
+        made = [torch.randn(batch, h, length, d, generator=generator) for h, d in shapes]
+        self.q, self.k, self.v, *index = made
+        self.topk, self.index = topk, [x.mul(2).round() for x in index]  # whole numbers: scores are often equal
         self.k[:, :, length // 2 :] *= 3  # shares whose log-sum-exps are far apart
+        if topk:
+            self.v = self.k[..., :VALUE_SIZE]
         self.kind, self.real, self.length = kind, real, length
         self.scores = Scores(SIZE**-0.5, softcap)
         self.sinks = torch.randn(HEADS, generator=generator) + 1 if has_sinks else None
@@ -102,6 +112,11 @@ class Text:
             allowed = allowed & (i - j < self.kind.window)
         if self.kind.chunk is not None:
             allowed = allowed & ((i - origin) // self.kind.chunk == (j - origin) // self.kind.chunk)
+        if self.topk:
+            q, k, weights = (x[row].double().numpy() for x in self.index)
+            scores = index_scores(q.swapaxes(0, 1), k[0], weights[..., 0].T, 1.0)
+            best = np.argsort(np.where(allowed, -scores, np.inf), kind="stable")[:, : self.topk]
+            allowed = allowed & allowed_by(best, self.length)
         return allowed
 
     def truth(self) -> np.ndarray:
@@ -147,9 +162,23 @@ class Text:
             turn = Turn(group, group.rank, new, is_split, {self.kind: Reach(keys, masks)})  # pyright: ignore[reportArgumentType]
             q, k, v = self.q[:, :, turn.positions], self.k[:, :, held], self.v[:, :, held]
             scale, softcap = self.scores.scale, self.scores.softcap
+            if self.topk:
+                results.append((turn.positions, self._chosen(turn, q, k[:, 0], held)))
+                continue
             out = turn.attend(Request(q, k, v, scale=scale, softcap=softcap, sinks=self.sinks), self.kind)
             results.append((turn.positions, out))
         return results
+
+    def _chosen(self, turn: Turn, q: Tensor, kv: Tensor, held: Tensor) -> Tensor:
+        """By an index, and again by what it has chosen."""
+        iq, ik, weights = self.index
+        of_queries = iq[:, :, turn.positions].transpose(1, 2), weights[:, :, turn.positions, 0].transpose(1, 2)
+        index = IndexInputs(of_queries[0], ik[:, 0, held], of_queries[1], 1.0, self.topk)
+        options = {"values": slice(0, VALUE_SIZE), "scale": self.scores.scale, "sinks": self.sinks}
+        asked = turn, turn.reaches[self.kind], q, kv
+        out, chosen = indexed_cache.attend_to_cache(*asked, index, None, **options)
+        assert torch.equal(indexed_cache.attend_to_cache(*asked, None, chosen, **options)[0], out)
+        return out
 
 
 def check(text: Text, ranks: int, turns: list[tuple[int, bool]]) -> None:
@@ -171,7 +200,7 @@ def padded(length: int, left: int, hole: tuple[int, int]) -> tuple[tuple[int, in
 @given(
     st.integers(1, 4),
     turn_counts,
-    st.sampled_from(["window", "chunk", "all"]),
+    st.sampled_from(["window", "chunk", "all", "index"]),
     st.integers(1, 20),
     st.lists(st.tuples(st.integers(0, 9), st.integers(0, 25), st.integers(0, 5)), max_size=3),
     st.sampled_from([0.0, 1.5]),
@@ -181,7 +210,7 @@ def padded(length: int, left: int, hole: tuple[int, int]) -> tuple[tuple[int, in
 def test_reading_and_writing_in_any_turns_is_dense_attention(ranks, turns, reach, size, paddings, softcap, has_sinks):
     turns = [(max(count, 2 * ranks) if is_split else count, is_split) for count, is_split in turns]
     length = sum(count for count, _ in turns)
-    kind = LayerKind(**({} if reach == "all" else {reach: size}))
+    kind, topk = LayerKind(**({reach: size} if reach in ("window", "chunk") else {})), size * (reach == "index")
     real = None
     if paddings:
         left = [min(each, length - 1) for each, _, _ in paddings]
@@ -189,7 +218,7 @@ def test_reading_and_writing_in_any_turns_is_dense_attention(ranks, turns, reach
             padded(length, first, (max(first + 1, hole), count))
             for first, (_, hole, count) in zip(left, paddings, strict=True)
         ]
-    check(Text(length, kind, real, softcap, has_sinks), ranks, turns)
+    check(Text(length, kind, real, softcap * (not topk), has_sinks, topk), ranks, turns)
 
 
 @pytest.mark.parametrize("has_sinks", [False, True])
@@ -201,10 +230,16 @@ def test_reading_and_writing_in_any_turns_is_dense_attention(ranks, turns, reach
         (LayerKind(chunk=9), None),
         (LayerKind(window=7), [((3, 96),), ((0, 99),)]),
         (LayerKind(chunk=9), [((3, 96),), ((0, 99),)]),
+        ("index", [((3, 20), (31, 68)), ((0, 99),)]),
     ],
 )
 def test_a_prompt_and_then_token_after_token(kind, real, has_sinks):
-    check(Text(99, kind, real, has_sinks=has_sinks), 3, [(41, True), (17, True), (9, False), *[(1, False)] * 32])
+    kind, topk = (LayerKind(), 7) if kind == "index" else (kind, 0)
+    check(
+        Text(99, kind, real, has_sinks=has_sinks, topk=topk),
+        3,
+        [(41, True), (17, True), (9, False), *[(1, False)] * 32],
+    )
 
 
 def test_merging_weighs_shares_and_counts_sinks_once():

@@ -4,11 +4,15 @@ Many new tokens are split over the ranks and fetch what they see, as in training
 best keys of its own share, all agree on the best of these, and partials over each share's are merged.
 """
 
+from functools import lru_cache
+
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ringspan.core.arguments import SPLIT_FROM_TOKENS
+from ringspan.core.geometry.layout import CustomLayout
 from ringspan.torch.attention.cached import Reach, Turn, merged
 from ringspan.torch.attention.chosen import IndexInputs, attend, candidates, first_of
 from ringspan.torch.attention.indexed import attend_fetched
@@ -27,7 +31,9 @@ def attend_to_cache(
     """
     if index is not None:
         index = index._replace(topk=min(index.topk, reach.keys.length))
-    attend_here = _fetching if turn.is_split or turn.new.ranks == 1 else _merging
+    # One rank alone splits nothing, but has as many queries, whose scores are not to exist at once.
+    is_alone = turn.new.ranks == 1 and q.shape[2] >= SPLIT_FROM_TOKENS
+    attend_here = _fetching if turn.is_split or is_alone else _merging
     return attend_here(turn, reach, q, kv, index, chosen, values, scale, sinks)
 
 
@@ -51,12 +57,9 @@ def _merging(
     turn: Turn, reach: Reach, q: Tensor, kv: Tensor, index: IndexInputs | None, chosen: Tensor | None, values: slice,
     scale: float, sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    held = reach.keys.positions(turn.rank)
-    positions = torch.from_numpy(held).to(q.device)
+    positions, sees = _share(reach, turn.queries, turn.rank, q.device)
     with one_at_a_time(turn.group):
         if index is not None:
-            queries = turn.queries.positions(0)
-            sees = torch.from_numpy(np.stack([mask.dense(queries, held) for mask in reach.masks])).to(q.device)
             mine = candidates(index, positions, sees)
             every = [torch.empty_like(mine) for _ in range(turn.new.ranks)]
             dist.all_gather(every, mine, group=turn.group)
@@ -64,6 +67,14 @@ def _merging(
         assert chosen is not None, "it is chosen here, or was before"
         out, lse = attend(q, kv, _columns(chosen, positions), values, scale, None)
         return merged(out, lse, sinks, turn.group).to(q.dtype), chosen
+
+
+@lru_cache(maxsize=4)  # for all layers of a pass
+def _share(reach: Reach, queries: CustomLayout, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return positions of a rank's keys (M,), and which of them queries see (B, n, M), B of 1 if all rows agree."""
+    held = reach.keys.positions(rank)
+    sees = np.stack([mask.dense(queries.positions(0), held) for mask in reach.masks])
+    return torch.from_numpy(held).to(device), torch.from_numpy(sees).to(device)
 
 
 def _columns(chosen: Tensor, positions: Tensor) -> Tensor:
