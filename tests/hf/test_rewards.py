@@ -9,7 +9,6 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from ringspan.core.errors import PeerMismatch
-from ringspan.hf import RingTrainerMixin
 from ringspan.hf.seams import TrainerSeams
 from ringspan.torch.layers.modules import local_part
 from tests.hf.rollouts import fixed, grpo, large_words
@@ -70,8 +69,6 @@ class Tokens:
 
 class Tooled(TrainerSeams, Tokens):
     """The part of a trainer that makes tokens of what tools answer."""
-
-    first_ranks = RingTrainerMixin.first_ranks
 
 
 def answered(mesh: Any) -> list[int]:

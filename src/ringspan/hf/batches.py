@@ -6,7 +6,7 @@ over replicas: to a trainer a ring is one process. B batch, S global tokens, T l
 
 import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Final
 
@@ -180,7 +180,8 @@ def _called(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any
     output: Any = call(**local, **kwargs)
     if targets is not None:
         loss = _loss_of(model, output, targets, count, of_tree)
-        output = _with_loss(output, _of_replica(model, loss, is_counted=count is not None))
+        kind: Any = MoeCausalLMOutputWithPast if "aux_loss" in output else CausalLMOutputWithPast
+        output = kind(loss=_of_replica(model, loss, is_counted=count is not None), **output)
     logits = output.logits.float() if model.ring_autocast is not None else output.logits
     output.logits = gathered(logits)
     return output
@@ -221,11 +222,6 @@ def _everywhere(model: Any, numbers: Tensor) -> Tensor:
         if model.ring_mesh[axis].size() > 1:
             dist.all_reduce(numbers, group=model.ring_mesh[axis].get_group())
     return numbers
-
-
-def _with_loss(output: Mapping[str, Any], loss: Tensor) -> Any:
-    kind: Any = MoeCausalLMOutputWithPast if "aux_loss" in output else CausalLMOutputWithPast
-    return kind(**{"loss": loss} | dict(output))
 
 
 def _without_last(output: Any) -> Any:

@@ -17,7 +17,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import set_seed
 
 from ringspan.core.errors import ConfigError, PeerMismatch
-from ringspan.hf.seams import is_async
 from ringspan.torch.generate.agreed import take_first_ranks_numbers
 from ringspan.torch.runtime.mesh import text_groups
 from ringspan.torch.transport.collectives import T, gather, gather_over
@@ -111,7 +110,8 @@ def failing_later(function: Callable[..., Any], failures: list[Failure]) -> Call
 
 def raise_on_all(failures: list[Failure], mesh: DeviceMesh) -> None:
     """Raise noted failures on every rank of all rings, and clear ``failures``."""
-    reasons = [f"{_name_of(function)} raised on another rank: {type(e).__name__}: {e}" for function, e in failures]
+    named = [(getattr(function, "__name__", type(function).__name__), error) for function, error in failures]
+    reasons = [f"{name} raised on another rank: {type(error).__name__}: {error}" for name, error in named]
     first = next((error for _, error in failures), None)
     failures.clear()
     reason = next(chain.from_iterable(gather_over(mesh, reasons)), None)
@@ -121,8 +121,11 @@ def raise_on_all(failures: list[Failure], mesh: DeviceMesh) -> None:
         raise PeerMismatch(reason)
 
 
-def _name_of(function: object) -> str:
-    return getattr(function, "__name__", type(function).__name__)
+def is_async(function: Callable[..., object]) -> bool:
+    """Return True if TRL would await a reward function."""
+    from trl.trainer.utils import is_async_callable
+
+    return is_async_callable(function)
 
 
 def of_first(thing: T, mesh: DeviceMesh) -> T:

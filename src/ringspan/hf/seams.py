@@ -2,8 +2,8 @@
 
 import inspect
 import sys
-from collections.abc import Callable
 from importlib import import_module
+from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,6 +14,8 @@ from transformers import Trainer
 from transformers.trainer_utils import PredictionOutput, TrainOutput
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.hf.progress import load_adapter, random_state_folder
+from ringspan.hf.rollouts import of_first, rollout_of_replica
 
 if TYPE_CHECKING:
 
@@ -64,11 +66,13 @@ _GONE: Final = type(None)  # in the place of what a release no longer has, or no
 
 class TrainerSeams(_Trainer):
     def _generate_and_score_completions(self: Any, inputs: object) -> Any:
-        with self.rollout():
+        with rollout_of_replica(self):
             return super()._generate_and_score_completions(inputs)  # pyright: ignore[reportAttributeAccessIssue]
 
     def _get_tool_suffix_ids(self: Any, tool_messages: object) -> Any:
-        return self.first_ranks(super()._get_tool_suffix_ids(tool_messages))  # pyright: ignore[reportAttributeAccessIssue]
+        # Of the ring's first rank: a tool's answer on others may differ, or fail.
+        answer = super()._get_tool_suffix_ids(tool_messages)  # pyright: ignore[reportAttributeAccessIssue]
+        return of_first(answer, self.ring_mesh)
 
 
 class OwnParts(Trainer):
@@ -85,16 +89,17 @@ class OwnParts(Trainer):
             self.load_progress(checkpoint)
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
-        if not self.load_adapter_weights(resume_from_checkpoint):
+        if not load_adapter(Path(resume_from_checkpoint), self.model):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self: Any) -> None:
-        if not self.load_adapter_weights(self.state.best_model_checkpoint):
+        if not load_adapter(Path(self.state.best_model_checkpoint), self.model):
             super()._load_best_model()
 
     def _load_rng_state(self: Any, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            with self.random_state_of_replica(checkpoint) as folder:
+            index, ranks = self.args.process_index, self.args.world_size
+            with random_state_folder(Path(checkpoint), index, ranks) as folder:
                 super()._load_rng_state(folder)
 
 
@@ -111,13 +116,6 @@ def method_behind(trainer: object, name: str) -> FunctionType:
     """Return a trainer's method past the one that the ring puts before it."""
     owners = (kind for kind in type(trainer).__mro__ if name in vars(kind) and kind.__name__ != "RingTrainerMixin")
     return vars(next(owners))[name]
-
-
-def is_async(function: Callable[..., object]) -> bool:
-    """Return True if TRL would await a reward function."""
-    from trl.trainer.utils import is_async_callable
-
-    return is_async_callable(function)
 
 
 def moved() -> list[str]:

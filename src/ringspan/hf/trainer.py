@@ -3,7 +3,6 @@
 import functools
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
 from dataclasses import fields
 from functools import partial
 from itertools import islice
@@ -22,10 +21,10 @@ from ringspan.hf.balance import balance_steps
 from ringspan.hf.batches import takes_whole_batches, whole_logits
 from ringspan.hf.classes import classifies
 from ringspan.hf.config import RingConfig
-from ringspan.hf.progress import load_adapter, load_optimizer, random_state_folder, save_optimizer
+from ringspan.hf.progress import load_optimizer, save_optimizer
 from ringspan.hf.refusals import explained, refuse_accelerator, refuse_arguments, refuse_callback, refuse_optimizer
 from ringspan.hf.replicas import RingAccelerator, count_rings, without_repeats
-from ringspan.hf.rollouts import count_generations, of_first, rollout_of_replica, share_rollouts
+from ringspan.hf.rollouts import count_generations, share_rollouts
 from ringspan.hf.seams import OwnParts, TrainerSeams, check_seams, method_behind, plain_optimizer
 from ringspan.torch.consistency.calls import Call, check_call, hear_all, preparing
 from ringspan.torch.consistency.loop_watch import in_call
@@ -34,7 +33,6 @@ from ringspan.torch.data.padding import real_tokens
 from ringspan.torch.layers.modules import whole
 from ringspan.torch.layers.view import RingModel
 from ringspan.torch.runtime.mesh import wait_for
-from ringspan.torch.transport.collectives import T
 
 _SCHEDULER: Final = "scheduler.pt"
 _ARGUMENTS: Final = "training_args.bin"
@@ -239,19 +237,6 @@ class RingTrainerMixin(TrainerSeams):
         load_optimizer(Path(checkpoint), self.model, plain_optimizer(self.optimizer))
         state = torch.load(os.path.join(checkpoint, _SCHEDULER), weights_only=True)
         self.lr_scheduler.load_state_dict(state)
-
-    def load_adapter_weights(self, checkpoint: str) -> bool:
-        return load_adapter(Path(checkpoint), self.model)
-
-    def rollout(self) -> AbstractContextManager[None]:
-        return rollout_of_replica(self)
-
-    def first_ranks(self, answer: T) -> T:
-        """Return a tool's answer on the ring's first rank: on others it may differ, or fail."""
-        return of_first(answer, self.ring_mesh)
-
-    def random_state_of_replica(self, checkpoint: str) -> AbstractContextManager[str]:
-        return random_state_folder(Path(checkpoint), self.args.process_index, self.args.world_size)
 
 
 def agree_on(trainer: "RingTrainerMixin") -> None:

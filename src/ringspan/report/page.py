@@ -20,38 +20,7 @@ _HEAD: Final = (
     '<meta name="color-scheme" content="light dark">'
     "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'{policy}\">"
 )
-_CSS: Final = """
-:root { color-scheme: light dark; --ground: #fff; --ink: #1b1f24; --soft: #57606a; --line: #d0d7de; --panel: #f6f8fa }
-@media (prefers-color-scheme: dark) {
-  :root { --ground: #0d1117; --ink: #e6edf3; --soft: #9da7b3; --line: #3d444d; --panel: #161b22 }
-}
-* { box-sizing: border-box }
-body { margin: 0; background: var(--ground); color: var(--ink); font: 16px/1.5 system-ui, sans-serif }
-main { max-width: 1040px; margin: 0 auto; padding: 24px 20px 48px }
-h1 { font-size: 1.75rem; line-height: 1.2; margin: 0 0 12px }
-h2 { font-size: 1.2rem; margin: 40px 0 8px; padding-top: 12px; border-top: 1px solid var(--line) }
-p { margin: 8px 0; max-width: 46rem }
-.lead { font-size: 1.15rem }
-.soft, caption, figcaption { color: var(--soft); font-size: .9rem }
-.side { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); gap: 24px 40px }
-.side > * { min-width: 0 }
-figure { margin: 12px 0 }
-svg { display: block; width: 100%; height: auto; max-width: 560px }
-.scroll { overflow-x: auto }
-table { border-collapse: collapse; margin: 12px 0; font-variant-numeric: tabular-nums }
-caption { text-align: left; padding-bottom: 4px }
-th, td { text-align: left; padding: 5px 18px 5px 0; border-bottom: 1px solid var(--line); vertical-align: top }
-th { font-weight: 600 }
-.numbers td, .numbers thead th:not(:first-child) { text-align: right; white-space: nowrap }
-th:last-child, td:last-child { padding-right: 0 }
-tbody th { font-weight: 400; min-width: 8em; overflow-wrap: anywhere }
-td { overflow-wrap: anywhere }
-.long { font-size: .85rem; max-height: 28rem; overflow: auto }
-.long th, .long td { padding: 3px 14px 3px 0; min-width: 3em }
-.long p { position: sticky; left: 0 }
-summary { cursor: pointer; padding: 4px 0 }
-pre { background: var(--panel); border: 1px solid var(--line); border-radius: 6px; padding: 12px; overflow-x: auto }
-"""
+_CSS: Final = Path(__file__).with_name("page.css").read_text(encoding="utf-8")
 
 
 def page(title: str, *parts: str, style: str = "", has_script: bool = False) -> str:
