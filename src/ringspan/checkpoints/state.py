@@ -117,12 +117,6 @@ def begin_random_numbers(*numbers: int) -> None:
     torch.manual_seed(int(seed))
 
 
-def set_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(state["random/cpu"])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(state["random/cuda"], device)
-
-
 def restore(
     checkpoints: Checkpoints,
     folder: Path,
@@ -134,8 +128,9 @@ def restore(
     """Restore model, optimizer and random numbers, seeded again on other numbers of ranks; errors are all ranks'."""
     tensors = run_state(model, optimizer)
     random = random_state(device)
-    same = load_state(checkpoints, folder, manifest, tensors, optimizer, random)
-    if same:
-        set_random_state(random, device)
-    else:
+    if not load_state(checkpoints, folder, manifest, tensors, optimizer, random):
         begin_random_numbers(manifest.step, dist.get_world_size())
+        return
+    torch.set_rng_state(random["random/cpu"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(random["random/cuda"], device)

@@ -25,14 +25,13 @@ from ringspan.hf.fused import fused_output, take_fused_forward
 from ringspan.hf.refusals import refuse_loss_options
 from ringspan.torch.consistency.calls import exchanging, preparing
 from ringspan.torch.data.batch import IGNORED, TAKEN, shard_batch
-from ringspan.torch.data.batch_layout import BatchLayout, Unsharded
 from ringspan.torch.data.tree import times_counted
 from ringspan.torch.generate.cache.cache import RingCache
 from ringspan.torch.layers.cache_names import given_cache
 from ringspan.torch.layers.decoder import text_config
 from ringspan.torch.layers.modules import mix_in, seen_as
 from ringspan.torch.model.adapters import base_of
-from ringspan.torch.model.tasks.causal_lm import RingCausalLM
+from ringspan.torch.model.tasks.causal_lm import RingCausalLM, gathered_tokens
 from ringspan.torch.model.tasks.classifier import RingClassifier, pools
 from ringspan.torch.model.tasks.shared_rows import SharedRows
 from ringspan.torch.parallelize import put_on_mesh
@@ -156,10 +155,7 @@ def _called(model: Any, call: Callable[..., Any], kwargs: dict[str, Any]) -> Any
     def gathered(part: Tensor) -> Tensor:
         if shared is not None:
             return shared.of_targets(part) if is_fused else shared.of_tokens(part)
-        length, ring = whole["input_ids"].shape[1], model.ring_mesh["ring"]
-        lengths = local.get("document_lengths")
-        layout = BatchLayout.of(model.ring_layout, length, ring.size(), lengths, model.ring_folds)
-        return Unsharded.apply(part, layout, ring.get_group())
+        return gathered_tokens(model, part, whole["input_ids"].shape[1], local.get("document_lengths"))
 
     if is_fused:
         output = fused_output(model, lambda **asked: call(**local, **asked, **kwargs), gathered, count)

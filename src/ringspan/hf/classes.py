@@ -7,11 +7,10 @@ from torch import Tensor, nn
 
 from ringspan.torch.consistency.calls import preparing
 from ringspan.torch.data.batch import IGNORED, TAKEN, shard_batch
-from ringspan.torch.data.batch_layout import BatchLayout, Unsharded
 from ringspan.torch.data.padding import real_tokens, refuse_targets_of_padding
 from ringspan.torch.layers.view import RingModel
 from ringspan.torch.model.adapters import base_of
-from ringspan.torch.model.tasks.causal_lm import Asked
+from ringspan.torch.model.tasks.causal_lm import Asked, gathered_tokens
 from ringspan.torch.model.tasks.classifier import RingClassifier, ends_of, pools
 from ringspan.torch.model.tasks.shared_rows import SharedRows
 
@@ -44,9 +43,8 @@ def classified(model: RingModel, call: Callable[..., Any], kwargs: dict[str, Any
     if shared is not None:
         logits = shared.of_targets(logits).sum(1)
     if not pools(model):
-        ring, length = model.ring_mesh["ring"], whole["input_ids"].shape[1]
-        layout = BatchLayout.of(model.ring_layout, length, ring.size(), local.get("document_lengths"))
-        logits = Unsharded.apply(logits, layout, ring.get_group()).contiguous()  # losses look at it flat
+        length, lengths = whole["input_ids"].shape[1], local.get("document_lengths")
+        logits = gathered_tokens(model, logits, length, lengths).contiguous()  # losses look at it flat
     output.logits = logits
     if labels is None:
         return output

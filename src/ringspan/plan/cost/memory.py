@@ -129,10 +129,6 @@ class _Step:
             },
         )
 
-    @property
-    def _norms_copy(self) -> bool:
-        return self.shape.has_rms and self.a < _FLOAT32 and not self.setting.norm_tokens
-
     def gather(self) -> Memory:
         """Moment when the root's gathered parameters are copied out, with the first layer's in flight."""
         return self.memory("gathering", communication=2 * (self.gathered + self.layer_bytes))
@@ -194,7 +190,8 @@ class _Step:
         if self.setting.feedforward_tokens:
             del parts["feedforward"]
         if self.setting.checkpoint != "none":
-            parts["input"] = self.hidden if self._norms_copy else 0
+            norms_copy = self.shape.has_rms and self.a < _FLOAT32 and not self.setting.norm_tokens
+            parts["input"] = self.hidden if norms_copy else 0
         return parts
 
     def _gradients(self, kind: LayerKind, weights: int) -> int:

@@ -29,8 +29,7 @@ from ringspan.torch.attention.part import (
 from ringspan.torch.kernels.device import rules_of
 from ringspan.torch.kernels.partials.merge import sum_many
 from ringspan.torch.kernels.partials.waiting import Waiting
-from ringspan.torch.transport.clock import now
-from ringspan.torch.transport.exchange import COUNTERS, HopRecord, Transfer
+from ringspan.torch.transport.exchange import Transfer, hop_recorded
 
 Keys = tuple[Tensor, Tensor]
 """Gathered keys (B, G, n, D) and values (B, G, n, E)."""
@@ -141,13 +140,8 @@ class _Group:
         for stage, mine in zip(self._plan.stages, calls, strict=True):
             if stage is self._plan.stages[-1]:
                 self._wait()
-            record = None
-            if COUNTERS.hops is not None:
-                record = HopRecord(self._ring.schedule.rank, stage.num_pairs, now(self._own.k.device))
-                COUNTERS.hops.append(record)
-            yield mine
-            if record:
-                record.ended = now(self._own.k.device)
+            with hop_recorded(self._ring.schedule.rank, stage.num_pairs, self._own.k.device):
+                yield mine
 
     def _exchange(self, message: int) -> None:
         """Send own keys out of the buffer, and receive the others in it."""

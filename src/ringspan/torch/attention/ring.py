@@ -32,8 +32,7 @@ from ringspan.torch.attention.part import (
     run_forward,
     store,
 )
-from ringspan.torch.transport.clock import now
-from ringspan.torch.transport.exchange import COUNTERS, HopRecord
+from ringspan.torch.transport.exchange import hop_recorded
 
 
 def hops_and_blocks(ring: Ring, number: int, own: Block) -> Iterator[tuple[Hop, Block]]:
@@ -66,13 +65,8 @@ def hops_and_blocks(ring: Ring, number: int, own: Block) -> Iterator[tuple[Hop, 
             under_way[index], *_ = post(ring, sends, [(source, spec)], message)
             del sends
         del coded, mine, packed
-        record = None
-        if COUNTERS.hops is not None:
-            record = HopRecord(hop.owner, hop.num_pairs, now(own.k.device))
-            COUNTERS.hops.append(record)
-        yield hop, block
-        if record:
-            record.ended = now(own.k.device)
+        with hop_recorded(hop.owner, hop.num_pairs, own.k.device):
+            yield hop, block
         del block
 
 

@@ -124,7 +124,8 @@ class Fixed:
 
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> object:
         """Refuse ``to``, ``half``, ``cuda``, ... that change dtypes or devices, except off the meta device."""
-        for probe in _one_of_each(self):
+        for dtype, device in {(p.dtype, p.device) for p in map(local_part, self.parameters())}:
+            probe = torch.empty(0, dtype=dtype, device=device)
             changed = fn(probe)
             if changed.dtype != probe.dtype:
                 raise UnsupportedError(
@@ -160,11 +161,6 @@ class Fixed:
 refuse_copy = refusing(  # copy.deepcopy
     "{model} is on a ring and cannot be copied; build it again and parallelize that, or save_pretrained"
 )
-
-
-def _one_of_each(model: nn.Module) -> list[Tensor]:
-    kinds = {(p.dtype, p.device) for p in map(local_part, model.parameters())}
-    return [torch.empty(0, dtype=dtype, device=device) for dtype, device in kinds]
 
 
 _passes: Final[list[str]] = []  # the calls of models that this process is in

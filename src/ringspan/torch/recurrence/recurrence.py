@@ -61,7 +61,7 @@ def recurrence(rule: Rule, function: Function, arguments: Mapping[str, Any], seq
         return _joined([recurrence(rule, function, _only(rows, rule, arguments), part) for rows, part in parts], 0)
     job = _Job.of(rule, function, arguments, sequences)
     if not job.plan.rounds and sequences.fold is None:
-        return job.outputs(job.arguments)
+        return torch.cat([job.run(job.arguments, number, None)[0] for number in job.mine], rule.out_dim)
     refuse_stateless(rule, function, job.arguments)
     names = [name for name, x in arguments.items() if isinstance(x, Tensor)]
     entry = Entry.of(job.plan, sequences)
@@ -103,10 +103,6 @@ class _Job:
         rank = dist.get_rank(sequences.group) if sequences.group is not None else 0
         text = as_text(plan.layout, sequences.starts, sequences.group)
         return cls(rule, function, dict(arguments), plan, plan.mine(rank), text)
-
-    def outputs(self, arguments: Arguments) -> Tensor:
-        """Return the outputs if no span takes a state."""
-        return torch.cat([self.run(arguments, number, None)[0] for number in self.mine], self.rule.out_dim)
 
     def run(self, arguments: Arguments, number: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
         outs: list[Tensor] = []

@@ -68,6 +68,18 @@ def recorded() -> Iterator[tuple[list[TransferRecord], list[HopRecord]]]:
         COUNTERS.transfers = COUNTERS.hops = None
 
 
+@contextmanager
+def hop_recorded(owner: int, num_pairs: int, device: torch.device) -> Iterator[None]:
+    """Record the computation inside as a hop with a block of ``owner``, if records are on."""
+    if COUNTERS.hops is None:
+        yield
+        return
+    record = HopRecord(owner, num_pairs, now(device))
+    COUNTERS.hops.append(record)
+    yield
+    record.ended = now(device)
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     shape: tuple[int, ...]

@@ -176,7 +176,7 @@ def _logprobs(
     local = _local_logprobs(model, hidden, targets)
     if tree_targets is not None:
         return whole_results(local, tree_targets, length, model.ring_mesh["ring"].get_group())
-    return _everywhere(model, local, length, document_lengths)
+    return gathered_tokens(model, local, length, document_lengths)
 
 
 def _whole_length(longest: int, document_lengths: Tensor | None) -> int:
@@ -187,7 +187,8 @@ def _local_logprobs(model: RingModel, hidden: Tensor, targets: Tensor) -> Tensor
     return 0.0 - _cross_entropy(model, hidden, targets, _plain(model), "none").view(targets.shape)
 
 
-def _everywhere(model: RingModel, local: Tensor, length: int, document_lengths: Tensor | None) -> Tensor:
+def gathered_tokens(model: RingModel, local: Tensor, length: int, document_lengths: Tensor | None) -> Tensor:
+    """Return the results (B, ``length``, ...) of all tokens on every rank of the ring, given the local ones'."""
     ring = model.ring_mesh["ring"]
     split = BatchLayout.of(model.ring_layout, length, ring.size(), document_lengths, model.ring_folds)
     return Unsharded.apply(local, split, ring.get_group())
@@ -199,7 +200,7 @@ def _in_folds(model: RingModel, call: Callable[..., Any], kwargs: dict[str, Any]
         lengths = kwargs.get("document_lengths")
         length = _whole_length(int(kwargs["sequence_length"]), lengths)
         local = in_folds(model, call, kwargs | {"ring_asked": PerToken(asked.value, _local_logprobs)})
-        return watch_backward(_everywhere(model, local, length, lengths))
+        return watch_backward(gathered_tokens(model, local, length, lengths))
     found = watch_backward(in_folds(model, call, kwargs))
     return _output(None, **{"logits" if found.ndim else "loss": found})
 
