@@ -71,15 +71,20 @@ def one_process(kind: str, dtype: torch.dtype, *, is_packed: bool) -> dict[str, 
 
 def _one_process(model: Any, tokens: torch.Tensor, dtype: torch.dtype, *, is_packed: bool) -> dict[str, Any]:
     if dtype == torch.float64:
-        is_wide = has_states(model.config) or has_index(text_config(model.config))
-        model = in_float64_of(model) if is_wide else model.to(dtype)
-        model.set_experts_implementation("eager")  # the others know no float64
+        model = widened(model)
     parts = tokens.split(DOCUMENTS, 1) if is_packed else (tokens,)
     logits = torch.cat([model(**read(model, part), use_cache=False).logits for part in parts], 1)
     loss = cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters()}
     return {"loss": loss.detach(), "logits": logits.detach(), "gradients": gradients}
+
+
+def widened(model: Any) -> Any:
+    is_wide = has_states(model.config) or has_index(text_config(model.config))
+    model = in_float64_of(model) if is_wide else model.to(torch.float64)
+    model.set_experts_implementation("eager")  # the others know no float64
+    return model
 
 
 def read(model: Any, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -133,7 +138,9 @@ def written_on_the_ring(mesh: DeviceMesh, kind: str) -> dict[str, Any]:
 def judge_generation(pool: Pool, kind: str) -> dict[str, Any]:
     """The error of the logits while a model type writes on a ring, if all tokens are those of one process."""
     try:
-        plain = written(tiny_model(kind))
+        model = tiny_model(kind)
+        # Of equal scores of an index, which are many, transformers in float32 takes others.
+        plain = written(widened(model) if has_index(text_config(model.config)) else model)
     except Exception as error:  # whatever it raises: it does not generate in transformers either
         return {"refused": f"not on one process either: {said(error)}"}
     outcomes = pool.outcomes(written_on_the_ring, RANKS, kind)

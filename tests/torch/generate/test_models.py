@@ -8,7 +8,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
 from tests.cases import long
-from tests.every_model.tiny import tiny_model, tiny_tokens
+from tests.every_model.tiny import MULTIMODAL, tiny_model, tiny_tokens
+from tests.torch.float64 import in_float64_of
 from tests.torch.generate.test_generate import WAYS, greedy, plain, results
 from tests.torch.generate.test_states import made
 
@@ -47,19 +48,34 @@ def test_the_text_of_special_types_equals_one_process(pool, kind):
         assert (found_logits - logits).norm() < LIMIT * logits.norm()
 
 
+def choosing(kind: str) -> Any:
+    if not kind.endswith(MULTIMODAL):
+        return made(kind, torch.float64)
+    model = in_float64_of(tiny_model(kind).eval())
+    model.set_experts_implementation("eager")  # the others know no float64
+    return model
+
+
 def choosing_on_ring(mesh: DeviceMesh, kind: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    model: Any = rs.parallelize(made(kind, torch.float64), mesh)
+    model: Any = rs.parallelize(choosing(kind), mesh)
     type(model).ring_prefill_tokens = 17
     return [results(way, model) for way in OF_AN_INDEX]
 
 
 @pytest.mark.parametrize(
     ("kind", "ranks"),
-    [("deepseek_v32", 1), ("glm_moe_dsa", 3), ("hy_v4", 2), ("dots3_note_text", 2), *long(("axk2", 2), ("hy_v4", 3))],
+    [
+        ("deepseek_v32", 1),
+        ("glm_moe_dsa", 3),
+        ("hy_v4", 2),
+        ("dots3_note_text", 2),
+        ("mistral_large4:multimodal", 2),
+        *long(("axk2", 2), ("dots3_note:multimodal", 2), ("hy_v4", 3)),
+    ],
 )
 def test_an_index_chooses_in_shares_as_in_float64_on_one_process(pool, kind, ranks):
     """Many scores of its few heads are equal."""
-    model = made(kind, torch.float64)
+    model = choosing(kind)
     expected = [results(way, model) for way in OF_AN_INDEX]
     for found in pool.run(choosing_on_ring, ranks, kind):
         for (ids, logits), (other, truth) in zip(found, expected, strict=True):

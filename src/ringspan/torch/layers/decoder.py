@@ -36,7 +36,9 @@ INDEXED_LAYERS: Final[dict[str, tuple[str, ...]]] = {
 """Layers of each type whose queries attend to keys that an index chooses, or to entries that pool them."""
 
 
-CACHED_INDEXES: Final = frozenset({"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"})
+CACHED_INDEXES: Final = frozenset(
+    {"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "mistral_large4_text"}
+)
 """Types whose index has a key of each token, which a cache holds."""
 
 
@@ -107,10 +109,12 @@ def layer_kinds(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
 
 
 def cached_kinds(config: PreTrainedConfig) -> tuple[LayerKind | None, ...]:
-    """Return each layer's kind; None without own keys (no attention, Gemma 3n, Gemma 4, Mllama's images)."""
+    """Return each layer's kind; None without own keys (no attention, shared ones, Mllama's images)."""
     own = config.num_hidden_layers - (getattr(config, "num_kv_shared_layers", None) or 0)
     others = {*range(own, config.num_hidden_layers), *(getattr(config, "cross_attention_layers", None) or ())}
     others |= without_attention(config)
+    sharing = getattr(config, "kv_sharing_modes", ())  # Mistral Large 4
+    others |= {number for number, mode in enumerate(sharing) if mode in ("reuse", "reuse_but_indexer")}
     return tuple(None if number in others else kind for number, kind in enumerate(layer_kinds(config)))
 
 

@@ -46,7 +46,7 @@ class RingCache(Cache):
 
     @property
     def nbytes(self) -> int:
-        keys = sum(rows.nbytes for layer in self.keepers for rows in layer.rows)
+        keys = sum(rows.nbytes for layer in self.layers if isinstance(layer, RingLayer) for rows in layer.rows)
         return keys + sum(layer.nbytes for layer in self.stateful)
 
     @property
@@ -299,15 +299,15 @@ class RingLayer(Rearranged, CacheLayerMixin):
             self.first = first
 
     def take_back(self, count: int) -> None:
-        if self.is_initialized:
-            self._cut(0, min(count, self.rows[0].count))
+        self._cut(0, count)
 
     def _held(self, first: int) -> int:
         return self._cache.shares.counts(first)[self._cache.rank]
 
     def _cut(self, first: int, last: int) -> None:
         for rows in self.rows:
-            rows.cut(first, last)
+            if held := rows.count:  # of an index alone, in a layer without own keys, or of none
+                rows.cut(first, min(last, held))
         if self.is_initialized:
             self._show()
 
