@@ -9,8 +9,7 @@ import torch
 from torch.utils.data.distributed import DistributedSampler
 
 from ringspan.torch.data import loader
-from ringspan.torch.data.loader import RingSampler
-from ringspan.torch.data.order import shuffled
+from ringspan.torch.data.loader import RingSampler, shuffled
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

@@ -76,19 +76,16 @@ def _share(
     types: tuple[int, int], comm_dtype: CommDtypeName, in_place: bool,
 ) -> Held:  # fmt: skip
     large, small = _MOST_NODES * route.inner, _MOST_NODES // 2 * route.inner
+    rest = query_numbers, kv_numbers, groups, types, comm_dtype, in_place
     if ranks > large:
-        most, less = (
-            _share(layout, n, route, query_numbers, kv_numbers, groups, types, comm_dtype, in_place)
-            for n in (large, small)
-        )
+        most, less = (_share(layout, n, route, *rest) for n in (large, small))
         beyond = (ranks - large) / (large - small)
         sums, in_transit = most.sums - less.sums, most.in_transit - less.in_transit
         return Held(most.sums + sums * beyond, most.in_transit + in_transit * beyond)
     if ranks > _MOST_RANKS:
         nodes = ranks // route.inner
         inner = _MOST_RANKS // nodes
-        way = replace(route, inner=inner)
-        return _share(layout, nodes * inner, way, query_numbers, kv_numbers, groups, types, comm_dtype, in_place)
+        return _share(layout, nodes * inner, replace(route, inner=inner), *rest)
     tokens = _TOKENS if comm_dtype in ("exact", "bfloat16") else _MANY_TOKENS
     split = Layout(layout, tokens * ranks, ranks)
     shape = Shape(1, query_numbers * groups, kv_numbers * groups, 1, 0, types[0])
