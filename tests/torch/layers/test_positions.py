@@ -6,9 +6,11 @@ from transformers import AutoConfig
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.data.batch import shard_batch
-from ringspan.torch.layers.positions import as_trained, note_length, num_learned_positions
+from ringspan.torch.layers.decoder import text_config
+from ringspan.torch.layers.positions import as_trained, note_length, num_learned_positions, rotates
 from ringspan.torch.parallelize import parallelize
 from tests.cases import long
+from tests.every_model.tiny import CAUSAL, tiny_model, tiny_tokens
 from tests.torch import models
 
 LENGTH = 21  # no multiple of what any ring here needs: there is padding
@@ -143,3 +145,16 @@ def test_a_length_that_frequencies_derive_from_is_left_alone():
     note_length(model, 32, says=False)
     with as_trained(model):
         assert model.config.max_position_embeddings == 16
+
+
+PLACED = "beam", "gpt2", "hunyuan_v1_dense", "hunyuan_v1_moe", "ministral3"
+
+
+@pytest.mark.parametrize("kind", [kind for kind in (*PLACED, "gpt_oss", "granite", "nanochat") if kind in CAUSAL])
+def test_positions_rotate_where_only_distances_matter(kind):
+    model = tiny_model(kind).eval()
+    ids, positions = tiny_tokens(24), torch.arange(24)[None]
+    here, there = (
+        model(input_ids=ids, position_ids=each, use_cache=False).logits for each in (positions, positions + 5)
+    )
+    assert rotates(text_config(model.config)) == (models.relative(there, here) < 1e-5) == (kind not in PLACED)

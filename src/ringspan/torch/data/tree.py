@@ -88,12 +88,9 @@ def share_prefixes(
 
 
 def shard_segments(
-    batch: Mapping[str, Tensor],
-    mesh: DeviceMesh,
-    layout: BatchLayoutName,
-    device: torch.device | None,
+    batch: Mapping[str, Tensor], mesh: DeviceMesh, layout: BatchLayoutName, device: torch.device | None,
     prefix_loss: PrefixLossName,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Return this rank's part of a batch with ``segment_lengths``, as ``shard_batch`` does."""
     find_name("prefix_loss", prefix_loss, PREFIX_LOSS_NAMES, ConfigError)
     if unknown := sorted(set(batch) - _TAKEN):
@@ -132,13 +129,9 @@ def _scored(labels: Tensor, tree: Tree, prefix_loss: PrefixLossName) -> Scored:
 
 
 def shard_tree(
-    tokens: Tensor,
-    tree: Tree,
-    scored: Scored | None,
-    mesh: DeviceMesh,
-    layout: BatchLayoutName,
+    tokens: Tensor, tree: Tree, scored: Scored | None, mesh: DeviceMesh, layout: BatchLayoutName,
     device: torch.device | None = None,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Return this rank's part of a tree's tokens (1, S), with padding after the last segment, and its targets."""
     ring, copies, longest = mesh["ring"], np.repeat(tree.leaves, tree.lengths), tree.longest
     rest = tokens.shape[1] - len(copies)

@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Final
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -11,9 +11,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.decoder import text_config
 from ringspan.torch.layers.modules import class_name
+from ringspan.torch.layers.numbering import counts_real_tokens
 from ringspan.torch.layers.view import RingModel, decoder_on_ring
 
 logger = logging.getLogger(__name__)
+
+# They scale queries by their positions, or weigh what is rotated.
+_PLACED: Final = ("beam", "hunyuan")
 
 
 def num_learned_positions(decoder: nn.Module) -> int | None:
@@ -130,7 +134,20 @@ def refuse_rope_by_length(name: str, config: PreTrainedConfig, why: str) -> None
 
 def rotates(config: PreTrainedConfig) -> bool:
     """Return True if positions are rotary with fixed frequencies, so that only distances matter."""
-    return (bool(_rope_tables(config)[0]) or hasattr(config, "rotary_dim")) and not rotates_by_length(config)
+    return _counts_distances(config) and not rotates_by_length(config)
+
+
+def may_begin_anywhere(model: RingModel) -> bool:
+    """Return True if rows of one length may begin at any position: only distances matter, or none."""
+    config, decoder = text_config(model.config), decoder_on_ring(model)
+    has_none = model.ring_stateful and num_learned_positions(decoder) is None and not _rope_tables(config)[0]
+    return has_none or _counts_distances(config) or counts_real_tokens(decoder)
+
+
+def _counts_distances(config: PreTrainedConfig) -> bool:
+    rope = _rope_tables(config)
+    scales = getattr(config, "attn_temperature_tuning", False) or any(each.get("llama_4_scaling_beta") for each in rope)
+    return (bool(rope[0]) or hasattr(config, "rotary_dim")) and not scales and not config.model_type.startswith(_PLACED)
 
 
 def _rope_tables(config: PreTrainedConfig) -> list[dict[str, Any]]:

@@ -165,13 +165,9 @@ def _loss(model: RingModel, hidden: Tensor, targets: Tensor, count: int, weights
 
 @torch.compiler.disable()
 def _logprobs(
-    model: RingModel,
-    hidden: Tensor,
-    targets: Tensor,
-    length: int,
-    document_lengths: Tensor | None,
+    model: RingModel, hidden: Tensor, targets: Tensor, length: int, document_lengths: Tensor | None,
     tree_targets: Tensor | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute the log-probability of each target (B, S) on every rank of the ring; 0 without a target."""
     local = _local_logprobs(model, hidden, targets)
     if tree_targets is not None:

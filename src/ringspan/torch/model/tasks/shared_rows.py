@@ -16,10 +16,8 @@ from ringspan.torch.data.batch import IGNORED, targets_of
 from ringspan.torch.data.batch_layout import BatchLayout, Unsharded
 from ringspan.torch.data.padding import real_tokens
 from ringspan.torch.data.tree import Scored, shard_tree
-from ringspan.torch.layers.decoder import text_config
-from ringspan.torch.layers.numbering import counts_real_tokens
-from ringspan.torch.layers.positions import rotates
-from ringspan.torch.layers.view import RingModel, decoder_on_ring
+from ringspan.torch.layers.positions import may_begin_anywhere
+from ringspan.torch.layers.view import RingModel
 from ringspan.torch.model.tasks.causal_lm import whole_results
 
 _TAKEN: Final = frozenset({"input_ids", "attention_mask", "labels", "shift_labels"})
@@ -34,8 +32,8 @@ class SharedRows:
         """Find what rows share in ``least`` tokens or more.
 
         Raises:
-            UnsupportedError: other keys, as of packed documents; padding on the left if positions count
-                it and are not rotary.
+            UnsupportedError: other keys, as of packed documents; padding on the left that this model's
+                positions count.
         """
         if unknown := sorted(set(whole) - _TAKEN):
             raise UnsupportedError(
@@ -45,10 +43,9 @@ class SharedRows:
         real, ids = real_tokens(whole), whole["input_ids"]
         targets, device = targets_of(whole, real), device or ids.device
         keep = torch.ones_like(ids, dtype=torch.bool).cpu() if real is None else real.cpu()
-        skips = rotates(text_config(model.config)) or counts_real_tokens(decoder_on_ring(model))
-        if not skips and not bool(keep[keep.any(1), 0].all()):
+        if not bool(keep[keep.any(1), 0].all()) and not may_begin_anywhere(model):
             raise UnsupportedError(
-                "shared_prefix=True: positions of this model count padding on the left; pad on the right"
+                "shared_prefix=True: this model's positions count padding on the left; pad on the right or leave it out"
             )
         full = keep.any(1).nonzero()[:, 0].tolist()
         tree, tokens, places = shared_prefixes([ids[row].cpu().long()[keep[row]].numpy() for row in full], least)
