@@ -20,6 +20,7 @@ from ringspan.evaluate.tasks import TASKS
 from ringspan.torch.runtime.launch import launch
 from tests.cases import long
 from tests.evaluate.models import TEMPLATE, plain_tokens, save, save_of_words
+from tests.torch.generate.models import CONFIGS
 
 LENGTHS = {"common-words": (6_500,), "frequent-words": (1_201,)}
 ITEMS = {"common-words": 1}  # its answers are long
@@ -93,7 +94,10 @@ def test_common_words_are_those_of_one_process(folder, expected, tmp_path, ranks
         check(settings, result, wanted)
 
 
-def test_perplexity_is_that_of_one_process(folder, tmp_path):
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v32"])
+def test_perplexity_is_that_of_one_process(folder, tmp_path, kind):
+    if kind != "llama":
+        folder = save(tmp_path / kind, model_type=kind, **CONFIGS[kind])
     settings = EvalSettings(folder=str(folder), task=PERPLEXITY, lengths=(333,), items=2)
     ((result,), _) = launch(evaluate_ranks, 2, [settings], str(tmp_path), threads=1)
     tokenizer = AutoTokenizer.from_pretrained(folder)

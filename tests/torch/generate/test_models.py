@@ -7,6 +7,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
+from ringspan.core.arguments import SPLIT_FROM_TOKENS
 from tests.cases import long
 from tests.every_model.tiny import MULTIMODAL, tiny_model, tiny_tokens
 from tests.torch.float64 import in_float64_of
@@ -58,7 +59,7 @@ def choosing(kind: str) -> Any:
 
 def choosing_on_ring(mesh: DeviceMesh, kind: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     model: Any = rs.parallelize(choosing(kind), mesh)
-    type(model).ring_prefill_tokens = 17
+    type(model).ring_prefill_tokens = -(-SPLIT_FROM_TOKENS // mesh.size())
     return [results(way, model) for way in OF_AN_INDEX]
 
 

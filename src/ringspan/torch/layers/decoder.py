@@ -39,7 +39,7 @@ INDEXED_LAYERS: Final[dict[str, tuple[str, ...]]] = {
 CACHED_INDEXES: Final = frozenset(
     {"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "mistral_large4_text"}
 )
-"""Types whose index has a key of each token, which a cache holds."""
+"""Types whose index chooses tokens, by keys that a cache holds."""
 
 
 def has_index(config: PreTrainedConfig) -> bool:
