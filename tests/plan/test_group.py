@@ -50,6 +50,8 @@ def test_the_command_prints_both_ways():
         (["--group", "8", "--completion", "8", "--length", "99"], "--length is for a training step of its own"),
         (["--generate", "--group", "8"], "--group is for a training step of its own; leave it out, or --generate"),
         (["--group", "8", "--completion", "8", "--new-tokens", "9"], "add --generate"),
+        (["--group", f"{1 << 67}", "--completion", "8"], f"--group {1 << 67}: at most 1,073,741,824 answers"),
+        (["--group", "8", "--completion", f"{1 << 67}"], "--group 8: at most"),
     ],
 )
 def test_options_that_do_not_fit_a_group_are_refused(options, message):

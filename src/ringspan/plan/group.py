@@ -3,12 +3,13 @@
 from dataclasses import replace
 from typing import Any, Final
 
+from ringspan.core.errors import ConfigError
 from ringspan.core.geometry.tree import Tree
 from ringspan.plan.cost.memory import training_memory
 from ringspan.plan.cost.passes import causal_pairs
 from ringspan.plan.documents import compare_layouts
 from ringspan.plan.planner import make_plan
-from ringspan.plan.search import Question
+from ringspan.plan.search import MOST, Question
 
 _PLANNED: Final = (
     "fits", "peak_bytes", "reserve_bytes", "mesh", "micro_batch", "layout", "route", "checkpoint", "step_seconds",
@@ -18,8 +19,12 @@ _PLANNED: Final = (
 def compare_group(question: Question, group: int, prompt: int, completion: int) -> dict[str, dict[str, Any]]:
     """Return the ``tree`` and the ``rows`` of ``question.batch`` groups: tokens, pairs of attention, and their plans.
 
-    ``step_seconds`` of a tree that does not fit is None.
+    ``step_seconds`` of a tree that does not fit is None. ConfigError for a group beyond ``MOST``.
     """
+    if prompt + group * completion > MOST["length"] or group * question.batch > MOST["batch"]:
+        raise ConfigError(
+            f"--group {group}: at most {MOST['batch']:,} answers of {MOST['length']:,} tokens, prompt and all"
+        )
     answer = make_plan(replace(question, length=prompt + completion, batch=group * question.batch))
     tokens, pairs = group * (prompt + completion), group * causal_pairs(prompt + completion)
     rows = {"tokens": tokens, "pairs": pairs} | {name: answer.as_json()[name] for name in _PLANNED}
