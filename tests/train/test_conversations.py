@@ -18,6 +18,7 @@ from ringspan.train.data.seen import SeenSequences
 from ringspan.train.data.sequences import build_seen
 from ringspan.train.job import prepare
 from ringspan.train.model import build_model, load_model_config, load_processor
+from ringspan.train.run_folder.record import recorded
 from tests.train.conversations import CONFIG, TEMPLATE, WORDS, write_conversations, write_processor
 from tests.train.runs import losses, plain_steps, train_on
 
@@ -212,6 +213,11 @@ def test_frames_of_a_video_become_one_array(talk, tmp_path):
     batch = SeenSequences(read_conversations(data).examples, processor, sequence_length_tokens=29).batch([0])
     assert batch["pixel_values_videos"].shape == (1, 2, 10, 8, 3)
     assert int(batch["attention_mask"].sum()) == 2
+
+
+def test_the_record_of_a_run_of_conversations_is_read_again(talk):
+    config = settings(talk, "kept")
+    assert recorded(config.model_dump(mode="json")) == (config, [])
 
 
 SHARED = {"shared_prefix": False}, {"shared_prefix": True}

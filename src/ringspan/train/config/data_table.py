@@ -60,7 +60,7 @@ class DataConfig(Table):
             raise ConfigError("data.shared_prefix = true: is for conversations; set data.messages, or leave it out")
         if self.messages is not None:
             for name in ("text_field", "documents"):
-                if name in self.model_fields_set:
+                if getattr(self, name) != DataConfig.model_fields[name].default:  # all are set in a run's record
                     raise ConfigError(f"data.{name}: is of text, and data.messages reads conversations; remove one")
         return self
 
