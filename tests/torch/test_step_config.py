@@ -54,7 +54,7 @@ def test_a_run_hands_every_option_on():
             "checkpoint": "full", "layers_per_checkpoint": 3, "loss_chunk_tokens": 7, "loss_chunk_vocabulary": 11,
             "feedforward_chunk_tokens": 13, "norm_chunk_tokens": 17, "offload": "activations",
         },
-        "optimizer": {"z_loss": 0.5, "label_smoothing": 0.25},
+        "optimizer": {"z_loss": 0.5, "label_smoothing": 0.25, "index_loss": "sparse"},
     }  # fmt: skip
     run = {
         "model": {"path": "x", "dtype": "bfloat16", "compile": "aot_eager"},

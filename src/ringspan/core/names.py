@@ -9,6 +9,7 @@ BatchLayoutName = Literal["contiguous", "striped", "zigzag", "balanced"]  # the 
 RouteName = Literal["ring", "bidirectional", "double-ring", "all-gather", "pass-q"]
 CheckpointName = Literal["none", "attention", "full"]  # from the fastest to the most frugal
 OffloadName = Literal["none", "activations"]
+IndexLossName = Literal["none", "dense", "sparse"]  # over all keys, or over those that are chosen
 BalanceName = Literal["none", "flops"]  # of the sequences of a step, over what works at the same time
 CommDtypeName = Literal["exact", "bfloat16", "float8", "int8"]
 GradientCommDtypeName = Literal["exact", "bfloat16"]
@@ -37,6 +38,7 @@ JAX_KERNEL_NAMES: Final[tuple[JaxKernelName, ...]] = get_args(JaxKernelName)
 LOSS_NAMES: Final[tuple[LossName, ...]] = get_args(LossName)
 PREFIX_LOSS_NAMES: Final[tuple[PrefixLossName, ...]] = get_args(PrefixLossName)
 REDUCTION_NAMES: Final[tuple[ReductionName, ...]] = get_args(ReductionName)
+INDEX_LOSS_NAMES: Final[tuple[IndexLossName, ...]] = get_args(IndexLossName)
 CATEGORIES: Final[tuple[Category, ...]] = get_args(Category)
 
 _Name = TypeVar("_Name", bound=str)

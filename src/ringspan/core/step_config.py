@@ -3,7 +3,15 @@
 from dataclasses import dataclass
 
 from ringspan.core.errors import ConfigError
-from ringspan.core.names import BatchLayoutName, CheckpointName, ChunkTokens, CommDtypeName, KernelName, OffloadName
+from ringspan.core.names import (
+    BatchLayoutName,
+    CheckpointName,
+    ChunkTokens,
+    CommDtypeName,
+    IndexLossName,
+    KernelName,
+    OffloadName,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,6 +29,7 @@ class StepConfig:
     loss_chunk_vocabulary: int | None = None
     z_loss: float = 0.0
     label_smoothing: float = 0.0
+    index_loss: IndexLossName = "none"
     feedforward_chunk_tokens: ChunkTokens = "auto"
     norm_chunk_tokens: ChunkTokens = "auto"
     offload: OffloadName = "none"

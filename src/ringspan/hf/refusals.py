@@ -12,6 +12,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.step_config import StepConfig
 from ringspan.hf.config import RingConfig
 from ringspan.torch.layers.view import RingModel
 
@@ -125,8 +126,8 @@ def refuse_loss_options(model: RingModel) -> None:
     """Refuse additions to the ring's loss if TRL or ``compute_loss_func`` computes the loss."""
     if not (model.training and torch.is_grad_enabled()):
         return
-    for name in ("label_smoothing", "z_loss"):
-        if value := getattr(model.ring_loss, name):
+    for name in ("label_smoothing", "z_loss", "index_loss"):
+        if (value := getattr(model.ring_step, name)) != getattr(StepConfig, name):
             raise UnsupportedError(
                 f"{name}={value} is added to the ring's own loss of next tokens, which this trainer does not use; "
                 "leave it out of RingConfig"

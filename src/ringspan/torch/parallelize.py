@@ -15,6 +15,7 @@ from ringspan.core.names import (
     CheckpointName,
     ChunkTokens,
     CommDtypeName,
+    IndexLossName,
     KernelName,
     OffloadName,
 )
@@ -76,6 +77,7 @@ def parallelize(
     loss_chunk_vocabulary: int | None = None,
     z_loss: float = 0.0,
     label_smoothing: float = 0.0,
+    index_loss: IndexLossName = "none",
     feedforward_chunk_tokens: ChunkTokens = "auto",
     norm_chunk_tokens: ChunkTokens = "auto",
     offload: OffloadName = "none",
@@ -116,6 +118,9 @@ def parallelize(
         loss_chunk_vocabulary: vocabulary entries whose logits exist at once, all if None.
         z_loss: factor on the squared log-sum-exp of the logits.
         label_smoothing: share of each target that is spread over the vocabulary.
+        index_loss: trains the index of layers that choose their keys (DeepSeek-V3.2): ``sparse`` compares it with
+            attention over the keys it chose, ``dense`` with attention to all keys, which then replaces its choice;
+            ``none`` leaves it without gradients. ``ringspan.torch.model.attention.index_loss``.
         feedforward_chunk_tokens: tokens that a feed-forward computes at once; 0 for all. ``auto`` takes 4,096 if nearly
             free: in checkpointed layers whose feed-forward can be cut and comes last.
         norm_chunk_tokens: tokens that a norm computes at once; 0 for all. ``auto`` takes 4,096 if layers are
@@ -150,6 +155,7 @@ def parallelize(
         loss_chunk_vocabulary=loss_chunk_vocabulary,
         z_loss=z_loss,
         label_smoothing=label_smoothing,
+        index_loss=index_loss,
         feedforward_chunk_tokens=feedforward_chunk_tokens,
         norm_chunk_tokens=norm_chunk_tokens,
         offload=offload,

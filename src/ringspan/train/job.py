@@ -74,12 +74,13 @@ class Job:
         rate = learning_rate(step, self.config.steps, settings)
         set_learning_rate(self.optimizer, rate)
         num_targets, parts = self.batches.step(step)
-        loss = 0.0
+        loss = index_loss = 0.0
         for number, part in enumerate(parts, start=1):
             self.model.set_requires_all_reduce(number == settings.accumulation_steps)  # over replicas, once per step
-            micro = self.model(**part, num_items_in_batch=num_targets).loss
-            micro.backward()
-            loss += float(micro.detach())
+            output = self.model(**part, num_items_in_batch=num_targets)
+            output.loss.backward()
+            loss += float(output.loss.detach())
+            index_loss += float(output.get("index_loss", 0.0))
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
         total = gradient_norm(parameters)
         norm = float(whole(total))
@@ -100,6 +101,7 @@ class Job:
             matmul_utilization=self.step_flops / seconds / self.facts["matmul_flops"],
             peak_bytes=verdict.peak_bytes,
             seconds=seconds,
+            index_loss=None if settings.index_loss == "none" else index_loss,
         )
         return metrics, verdict
 

@@ -22,6 +22,8 @@ class StepMetrics:
     matmul_utilization: float
     peak_bytes: int
     seconds: float
+    index_loss: float | None = None
+    """Divergence of a model's index that learns; None without."""
 
 
 class MetricsWriter:
@@ -54,7 +56,8 @@ class MetricsWriter:
         self._open(after_step)
 
     def step(self, metrics: StepMetrics) -> None:
-        self._write(metrics.step, asdict(metrics))
+        values = asdict(metrics)
+        self._write(metrics.step, {name: value for name, value in values.items() if value is not None})
 
     def evaluation(self, step: int, loss: float) -> None:
         self._write(step, {"step": step, "eval_loss": loss})

@@ -94,10 +94,10 @@ def on_ring(layout, mask, topk, sinks, tensors):
 
     def backward(rank, exchange):
         ring, q, kv, (dout, *_) = local(rank, exchange)
-        out, lse, keys = made[rank]
-        again, _, nothing = indexed.forward(ring, q, kv, sinks, None, keys, VALUES)
+        out, lse, keys, _ = made[rank]
+        again, _, nothing, _ = indexed.forward(ring, q, kv, sinks, None, keys, VALUES)
         assert torch.equal(again, out) and not nothing.numel(), "a choice that is given is that of the first pass"
-        dq, dkv = indexed.backward(ring, dout, q, kv, keys, VALUES, out, lse)
+        dq, dkv, *_ = indexed.backward(ring, dout, q, kv, keys, VALUES, out, lse)
         return keys[:, None], out, dq, dkv[:, None], sink_gradient(dout, out, lse, sinks)
 
     *whole, dsinks = zip(*on_ranks(layout.ranks, backward)[0], strict=True)

@@ -53,9 +53,9 @@ def on_a_ring(mesh: Any, kind: str, dtype: torch.dtype, layout: str, ids: Tensor
         part = rs.shard_batch(batch, mesh, layout=layout, folds=options.get("folds", 1))
         if accumulate_ > 1:
             part["num_items_in_batch"] = ids[:, 1:].numel()
-        step = model(**part).loss
-        step.backward()
-        loss = loss + step.detach()
+        output = model(**part)
+        output.loss.backward()
+        loss = loss + output.loss.detach() + output.get("index_loss", 0.0)
     return loss, whole_gradients(model)
 
 
@@ -178,6 +178,9 @@ def refused(mesh: Any, kind: str, options: Any) -> None:
         ("qwen3_next", {}, 2, "use tp=1"),
         ("deepseek_v32", {"compile": "eager"}, 1, "use compile=False"),
         ("deepseek_v32", {"comm_dtype": "int8"}, 1, "use exact"),
+        ("qwen4_exp_text", {"index_loss": "sparse"}, 1, "not of qwen4_exp_text; leave it out"),
+        ("qwen3_next", {"index_loss": "dense"}, 1, "has no index that chooses keys; leave it out"),
+        ("deepseek_v32", {"index_loss": "warm-up"}, 1, "unknown index_loss 'warm-up'; choose one of none, dense, sp"),
     ],
 )
 def test_what_is_not_supported_raises_on_every_rank(pool, kind, options, tp, message):

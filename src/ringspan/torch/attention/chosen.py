@@ -32,10 +32,21 @@ class IndexInputs(NamedTuple):
     """Weights of the heads, float32 (B, T, H)."""
     scale: float
     topk: int
+    """Keys that a query attends to at most; 0 for all."""
+    real: Tensor | None = None
+    """Queries (B, T) whose attention it learns, all but padding; None if it does not learn."""
 
     def of_rows(self, rows: slice) -> "IndexInputs":
-        """Return the same of some sequences of the batch."""
-        return self._replace(q=self.q[rows], k=self.k[rows], weights=self.weights[rows])
+        """Return the inputs for some sequences of the batch."""
+        real = None if self.real is None else self.real[rows]
+        return self._replace(q=self.q[rows], k=self.k[rows], weights=self.weights[rows], real=real)
+
+
+class Visible(NamedTuple):
+    """All keys [first, stop) (T,) of each query, in place of columns."""
+
+    first: Tensor
+    stop: Tensor
 
 
 def ordered(scores: Tensor, columns: Tensor) -> Tensor:
@@ -142,7 +153,7 @@ def _scores(q: Tensor, k: Tensor, weights: Tensor, scale: float) -> Tensor:
 
 
 def attend(
-    q: Tensor, keys: Tensor, columns: Tensor, values: slice, scale: float, sinks: Tensor | None
+    q: Tensor, keys: Tensor, columns: Tensor | Visible, values: slice, scale: float, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Attend from q (B, H, T, D) to its columns (B, T, k) of keys (B, n, C), shared by all heads.
 
@@ -152,39 +163,40 @@ def attend(
     dtype = torch.promote_types(q.dtype, torch.float32)
     out = q.new_empty(*q.shape[:3], values.stop - values.start)
     lse = q.new_empty(q.shape[:3], dtype=dtype)
-    for row, rows in _rows(columns, keys):
-        scores, chosen = _chunk(q[row, :, rows], keys[row], columns[row, rows], scale, dtype)
+    for row, rows, here in in_chunks(columns, keys):
+        scores, chosen = scored(q[row, :, rows], keys[row], here, scale, dtype)
         total = torch.logsumexp(scores, -1)
         if sinks is not None:
             total = torch.logaddexp(total, sinks.to(dtype))
-        p = _probabilities(scores, total)
+        p = probabilities(scores, total)
         out[row, :, rows] = (p.to(q.dtype) @ chosen[..., values]).transpose(0, 1)
         lse[row, :, rows] = total.T
     return out, lse
 
 
 def attend_backward(
-    dout: Tensor, q: Tensor, keys: Tensor, columns: Tensor, values: slice, scale: float, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor]:
+    dout: Tensor, q: Tensor, keys: Tensor, columns: Tensor | Visible, values: slice, scale: float, out: Tensor,
+    lse: Tensor,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return dq like q, and the gradient of keys (B, n, C) in lse's dtype."""
     dtype, size = lse.dtype, q.shape[-1]
     dq, dkeys = torch.empty_like(q), keys.new_zeros(keys.shape, dtype=dtype)
-    for row, rows in _rows(columns, keys):
-        scores, chosen = _chunk(q[row, :, rows], keys[row], columns[row, rows], scale, dtype)
-        p = _probabilities(scores, lse[row, :, rows].T)
-        nothing = (columns[row, rows] < 0).all(-1)[:, None, None]  # padding, which may be anything
-        here, mine = (x[row, :, rows].transpose(0, 1).masked_fill(nothing, 0) for x in (dout, q))
-        delta = (here.to(dtype) * out[row, :, rows].transpose(0, 1).to(dtype)).sum(-1, keepdim=True)
-        ds = (p * ((here @ chosen[..., values].mT).to(dtype) - delta) * scale).to(q.dtype)
+    for row, rows, here in in_chunks(columns, keys):
+        scores, chosen = scored(q[row, :, rows], keys[row], here, scale, dtype)
+        p = probabilities(scores, lse[row, :, rows].T)
+        nothing = (here < 0).all(-1)[:, None, None]  # padding, which may be anything
+        given, mine = (x[row, :, rows].transpose(0, 1).masked_fill(nothing, 0) for x in (dout, q))
+        delta = (given.to(dtype) * out[row, :, rows].transpose(0, 1).to(dtype)).sum(-1, keepdim=True)
+        ds = (p * ((given @ chosen[..., values].mT).to(dtype) - delta) * scale).to(q.dtype)
         dq[row, :, rows] = (ds @ chosen[..., :size]).transpose(0, 1)
         dchosen = chosen.new_zeros(chosen.shape, dtype=dtype)
         dchosen[..., :size] = ds.mT @ mine
-        dchosen[..., values] += p.to(q.dtype).mT @ here
-        dkeys[row].index_add_(0, columns[row, rows].clamp(min=0).flatten(), dchosen.flatten(0, 1))
+        dchosen[..., values] += p.to(q.dtype).mT @ given
+        dkeys[row].index_add_(0, here.clamp(min=0).flatten(), dchosen.flatten(0, 1))
     return dq, dkeys
 
 
-def _chunk(q: Tensor, keys: Tensor, columns: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def scored(q: Tensor, keys: Tensor, columns: Tensor, scale: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return scores (c, H, k) and chosen keys (c, k, C) of queries (H, c, D)."""
     chosen = keys.index_select(0, columns.clamp(min=0).flatten()).view(*columns.shape, -1)
     none = columns < 0
@@ -194,15 +206,20 @@ def _chunk(q: Tensor, keys: Tensor, columns: Tensor, scale: float, dtype: torch.
     return scores.masked_fill_(none[:, None], -torch.inf), chosen
 
 
-def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+def probabilities(scores: Tensor, lse: Tensor) -> Tensor:
     return (scores - lse.masked_fill(lse == -torch.inf, 0)[..., None]).exp_()
 
 
-def _rows(columns: Tensor, keys: Tensor) -> Iterator[tuple[int, slice]]:
-    batch, tokens, k = columns.shape
-    for row in range(batch):
-        for rows in _chunks(tokens, k * keys.shape[-1], _NUMBERS_AT_ONCE, tokens):
-            yield row, rows
+def in_chunks(columns: Tensor | Visible, keys: Tensor) -> Iterator[tuple[int, slice, Tensor]]:
+    """Yield a row of the batch, a chunk of its queries, and their columns (c, k)."""
+    counts = [columns.shape[-1]] if isinstance(columns, Tensor) else (columns.stop - columns.first).tolist()
+    tokens = columns.shape[1] if isinstance(columns, Tensor) else len(counts)
+    for row in range(len(keys)):
+        for rows in _chunks(tokens, max(1, *counts) * keys.shape[-1], _NUMBERS_AT_ONCE, tokens):
+            if isinstance(columns, Tensor):
+                yield row, rows, columns[row, rows]
+            else:
+                yield row, rows, all_seen(columns.first[rows], columns.stop[rows], max(1, *counts[rows]))[0]
 
 
 def _chunks(count: int, each: int, at_once: int, most: int) -> Iterator[slice]:

@@ -48,7 +48,7 @@ def _fetching(
         of_row = None if index is None else index.of_rows(part)
         given = None if chosen is None else chosen[part]
         with passing_tokens(kv[part], turn.group) as exchange:
-            results.append(attend_fetched(row, exchange, q[part], kv[part], sinks, of_row, given, values, scale))
+            results.append(attend_fetched(row, exchange, q[part], kv[part], sinks, of_row, given, values, scale)[:3])
     out, _, found = (torch.cat(each) for each in zip(*results, strict=True))
     return out, found if chosen is None else chosen
 

@@ -45,8 +45,8 @@ class Fetch(NamedTuple):
     def start(self, x: Tensor, exchange: Transport, message: int = 0) -> "Moving":
         return _start(x, max(1, len(self.positions)), self.held, self.fetched, self.rank, exchange, message)
 
-    def start_back(self, gradient: Tensor, tokens: int, exchange: Transport) -> "Moving":
-        return _start(gradient, tokens, self.fetched, self.held, self.rank, exchange, 1)
+    def start_back(self, gradient: Tensor, tokens: int, exchange: Transport, message: int = 1) -> "Moving":
+        return _start(gradient, tokens, self.fetched, self.held, self.rank, exchange, message)
 
 
 class Moving(NamedTuple):

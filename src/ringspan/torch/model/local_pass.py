@@ -20,7 +20,7 @@ from ringspan.torch.memory.folds import Fold
 from ringspan.torch.model.recurrent import starts_of
 from ringspan.torch.multimodal.kinds import Blocks, blocks_of
 from ringspan.torch.multimodal.towers import find_pass
-from ringspan.torch.recurrence.current import SequencePass, passing
+from ringspan.torch.recurrence.current import IndexLoss, SequencePass, passing
 
 
 def local_hidden_states(
@@ -31,6 +31,7 @@ def local_hidden_states(
     document_lengths: Tensor | None,
     media: Media | None,
     fold: Fold | None = None,
+    index_loss: IndexLoss | None = None,
 ) -> Tensor:
     """Compute hidden states (B, T, C) of local tokens (B, T); ``longest`` document's tokens are without padding."""
     decoder = decoder_on_ring(model)
@@ -54,7 +55,7 @@ def local_hidden_states(
     if model.ring_router is not None:
         others["output_router_logits"] = False  # by transformers; they are recorded here
     # Programs cannot be told; layers with a state are never compiled.
-    sequences = None if model.ring_compiled else _sequences(model, position_ids.shape[1], packed, fold)
+    sequences = None if model.ring_compiled else _sequences(model, position_ids.shape[1], packed, fold, index_loss)
     seen = find_pass(model, media, position_ids.shape[1], document_lengths)
     with passing(sequences):
         # Padding counts on behind the end, where a learned table has no position any more.
@@ -94,7 +95,9 @@ class Packed:
 
 
 @torch.compiler.disable()
-def _sequences(model: RingModel, tokens: int, packed: Packed | None, fold: Fold | None) -> SequencePass:
+def _sequences(
+    model: RingModel, tokens: int, packed: Packed | None, fold: Fold | None, index_loss: IndexLoss | None
+) -> SequencePass:
     ring = model.ring_mesh["ring"]
     split = None if packed is None else packed.split
     if fold is not None:
@@ -103,7 +106,7 @@ def _sequences(model: RingModel, tokens: int, packed: Packed | None, fold: Fold 
     starts = ((0,),)
     if packed is not None and packed.lengths is not None:
         starts = tuple(starts_of([row for row in packed.rows if row])) or starts
-    return SequencePass(split.rows, ring.get_group(), starts, packed, fold=fold)
+    return SequencePass(split.rows, ring.get_group(), starts, packed, fold=fold, index_loss=index_loss)
 
 
 @torch.compiler.disable()  # a part of a mesh is made here, which it cannot trace

@@ -45,6 +45,23 @@ class Before:
     state: Tensor | None = None
 
 
+class IndexLoss:
+    """Divergences of the indexes of a pass, which learn the attention of ``real`` queries (B, T), all but padding."""
+
+    def __init__(self, real: Tensor) -> None:
+        self.real = real
+        self._found: list[Tensor] | None = []
+
+    def add(self, loss: Tensor) -> None:
+        if self._found is not None:
+            self._found.append(loss)
+
+    def take(self) -> list[Tensor]:
+        """Return what was added, once: layers that are computed again add it again."""
+        found, self._found = self._found or [], None
+        return found
+
+
 @dataclass(frozen=True)
 class SequencePass:
     """Sequences of a pass: ``layouts`` and ``starts`` (from 0) of each or all, and the cached state ``before``."""
@@ -57,6 +74,7 @@ class SequencePass:
     before: Before | None = field(default=None, compare=False)
     fold: Any = field(default=None, compare=False)
     """Whose turn it is (``ringspan.torch.memory.folds.Fold``) of a sequence in folds."""
+    index_loss: IndexLoss | None = field(default=None, compare=False)
 
     def of_rows(self) -> "list[tuple[slice, SequencePass]]":
         """Yield the sequences that share a layout."""

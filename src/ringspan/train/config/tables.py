@@ -12,7 +12,7 @@ from pydantic import Field, model_validator
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.messages.extras import require
-from ringspan.core.names import BatchLayoutName, CheckpointName, CommDtypeName, KernelName, OffloadName
+from ringspan.core.names import BatchLayoutName, CheckpointName, CommDtypeName, IndexLossName, KernelName, OffloadName
 from ringspan.core.schedule.route import Route
 from ringspan.core.step_config import StepConfig
 from ringspan.train.config.data_table import DataConfig
@@ -129,6 +129,9 @@ class OptimizerConfig(Table):
     """Weight of the squared log-sum-exp of the logits in the loss, which keeps logits near 0."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=1)
     """Share of each target's probability spread over the vocabulary."""
+    index_loss: IndexLossName = "none"
+    """What trains the index of a model that chooses its keys: "sparse", attention to the keys it chose; "dense",
+    attention to all keys, which its choice then does not limit; "none" trains it not, see docs/chosen-keys.md."""
     name: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "lion_8bit"] = "adamw"
     """AdamW, or an optimizer of bitsandbytes with moments in 8 bits, or in pages that go to the host if need be."""
     state: Literal["float32", "8bit", "4bit"] = "float32"

@@ -20,6 +20,7 @@ from ringspan.torch.attention.traced import mask_of
 from ringspan.torch.attention.windows import Row
 from ringspan.torch.layers.decoder import LayerKind
 from ringspan.torch.layers.modules import computes_as, forward_of
+from ringspan.torch.model.attention.index_loss import note_divergence
 from ringspan.torch.recurrence.current import SequencePass, current_pass
 from ringspan.torch.weights.packed import is_packed
 
@@ -37,6 +38,8 @@ class Asked(NamedTuple):
     ring: dist.ProcessGroup
     scale: float
     sinks: Tensor | None
+    is_dense: bool
+    """True if queries attend to all keys, while an index learns from it."""
 
     def options(self, rows: Rows, values: slice) -> dict[str, Any]:
         of_rows = {"mask": rows.mask, "layout": rows.layout, "values": values}
@@ -52,12 +55,13 @@ class Asked(NamedTuple):
             if index is None:
                 given = chosen[number]
             else:
-                of_rows = index.of_rows(rows.part)._replace(topk=min(index.topk, length))
+                of_rows = index.of_rows(rows.part)._replace(topk=0 if self.is_dense else min(index.topk, length))
             options = self.options(rows, values)
-            out, found = indexed_attention(q[rows.part], latents[rows.part], of_rows, given, **options)
+            out, found, loss = indexed_attention(q[rows.part], latents[rows.part], of_rows, given, **options)
             outs.append(out)
             if index is not None:
                 chosen.append(found)
+                note_divergence(index, loss)
         return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
@@ -166,7 +170,7 @@ def attend_by_key_head(qkv: tuple[Tensor, Tensor, Tensor], choice: Choice, asked
         of_queries = q[rows.part].unflatten(1, (heads, -1)).flatten(0, 1)
         kv = torch.cat([x[rows.part] for x in qkv[1:]], -1).flatten(0, 1)
         options = asked.options(rows, slice(size, kv.shape[-1]))
-        out, _ = indexed_attention(of_queries, kv, None, of_heads.flatten(0, 1), **options)
+        out, _, _ = indexed_attention(of_queries, kv, None, of_heads.flatten(0, 1), **options)
         outs.append(out.unflatten(0, (-1, heads)).flatten(1, 2))
     return torch.cat(outs).transpose(1, 2)
 

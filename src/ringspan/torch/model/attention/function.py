@@ -66,7 +66,8 @@ def register_attention(
             if turn is not None:
                 return attend_to_chosen(module, query, key, choice, AskedOfCache(turn, scaling, s_aux)), None
             rows = _rows(ring_packed, query.shape[2] * dist.get_world_size(ring), LayerKind(), config)
-            return choice.attend(module, (query, key, value), Asked(rows, ring, scaling, s_aux)), None
+            of_choice = Asked(rows, ring, scaling, s_aux, config.index_loss == "dense")
+            return choice.attend(module, (query, key, value), of_choice), None
         kind = _kind_of_layer(module, kinds, sliding_window, masked)
         asked = Request(
             q=query,
@@ -105,7 +106,7 @@ def register_attention(
             return torch.zeros(1, 1, 1, 0, dtype=torch.bool)
         return torch.zeros(()) if decoder in TAKE_MASKS else None
 
-    settings = decoder, config.layout, ring.group_name, config.route, config.comm_dtype, config.kernel, kinds
+    settings = decoder, ring.group_name, kinds, config
     name = f"ringspan_{hashlib.sha256(repr(settings).encode()).hexdigest()[:16]}"
     AttentionInterface.register(name, attend)
     AttentionMaskInterface.register(name, no_mask)

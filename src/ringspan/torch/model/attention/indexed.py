@@ -20,6 +20,7 @@ from ringspan.torch.layers.modules import Mixin, mix_in
 from ringspan.torch.layers.view import ModelView
 from ringspan.torch.model.attention import pooled
 from ringspan.torch.model.attention.choice import Choice, is_matrix, rotation_of
+from ringspan.torch.model.attention.index_loss import learning_queries, refuse_index_loss
 
 _ROTARY_LAST: Final = frozenset({"hy_v4"})
 """Types whose index rotates the last numbers of a head, not the first."""
@@ -37,7 +38,6 @@ class ChoosingAttention(Mixin):
 
 
 class _Index(Mixin):
-    @torch.no_grad()
     def forward(
         self: Any,
         hidden_states: Tensor,
@@ -48,8 +48,9 @@ class _Index(Mixin):
         **__: object,
     ) -> Choice:
         """Compute queries, keys and weights as transformers' index does; over a cache, its share of the keys."""
-        q = self.wq_b(q_resid).unflatten(-1, (self.n_heads, self.head_dim))
-        return self.ring_choice(q, hidden_states, position_embeddings, past_key_values)
+        with torch.set_grad_enabled(learning_queries() is not None):
+            q = self.wq_b(q_resid.detach()).unflatten(-1, (self.n_heads, self.head_dim))
+            return self.ring_choice(q, hidden_states.detach(), position_embeddings, past_key_values)
 
     def ring_choice(
         self: Any, q: Tensor, hidden_states: Tensor, turns: tuple[Tensor, Tensor] | None, cache: Any
@@ -64,9 +65,10 @@ class _Index(Mixin):
                 torch.cat((rest[0], new) if is_last else (new, rest[1]), -1)
                 for rest, new in zip(parts, turned, strict=True)
             )
-        weights = self.weights_proj(hidden_states.to(self.weights_proj.weight.dtype)).float() * self.n_heads**-0.5
+        weights = self.weights_proj(hidden_states.to(self.weights_proj.weight.dtype))
+        weights = weights.to(torch.promote_types(weights.dtype, torch.float32)) * self.n_heads**-0.5
         k = k.squeeze(2) if cache is None else cache.update_indexer(k.squeeze(2), self.layer_idx)
-        return Choice(IndexInputs(q, k, weights, self.softmax_scale, self.index_topk), [])
+        return Choice(IndexInputs(q, k, weights, self.softmax_scale, self.index_topk, learning_queries()), [])
 
 
 class _IndexOfHidden(_Index):
@@ -96,6 +98,7 @@ def _chooses(module: Any) -> bool:
 def refuse_indexed(view: ModelView, config: StepConfig, tp: int) -> None:
     """Raise UnsupportedError for options that layers with an index do not take."""
     modules = choosing_modules(view.decoder)
+    refuse_index_loss(view, config, modules)
     if not modules:
         return
     name = f"{view.name} chooses its keys by an index"

@@ -37,11 +37,13 @@ from ringspan.torch.layers.modules import class_name, local_part
 from ringspan.torch.layers.router_loss import real_tokens_of, wanted_router
 from ringspan.torch.layers.view import RingModel
 from ringspan.torch.memory.sharding import renew_types, settle, with_shards
+from ringspan.torch.model.attention.index_loss import index_loss, teaches_index
 from ringspan.torch.model.config_changes import check_configs
 from ringspan.torch.model.forward_arguments import check_arguments
 from ringspan.torch.model.local_pass import local_hidden_states
 from ringspan.torch.model.saving import Saved
 from ringspan.torch.model.tasks.folded import in_folds
+from ringspan.torch.recurrence.current import IndexLoss
 from ringspan.torch.runtime.mesh import tensor_axis
 from ringspan.torch.tensor_parallel.split import splits_vocabulary
 from ringspan.torch.transport.collectives import Sum, SumOfGradients
@@ -51,6 +53,13 @@ class Asked(Enum):
     LOSS = "a forward pass"
     LOGPROBS = "token_logprobs"
     ENDS = "the logits of rows"
+
+
+@dataclass
+class LearningOutput(MoeCausalLMOutputWithPast):
+    """Output of a pass whose indexes learn; ``loss`` has their gradients, and leaves out their value."""
+
+    index_loss: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -106,6 +115,7 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
         auxiliary loss over all ranks' ``real_tokens`` (B, T), all but the layout's padding when None. ``media`` are the
         whole batch's, ``tree_targets`` (R, 2 or 3) a tree's. ``ring_asked`` in ``kwargs``: log-probabilities for
         ``token_logprobs``, or a ``PerToken``.
+        ``index_loss`` of the result is what indexes learn from (``ringspan.torch.model.attention.index_loss``).
         ``labels`` and ``attention_mask`` raise in ``__call__``; Trainer keeps the data columns named here, and
         ``shard_batch`` takes both. ``ring_fold`` is the fold of these tokens.
 
@@ -121,9 +131,14 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
         router = None if is_scored else wanted_router(self, output_router_logits)
         longest = int(sequence_length)
         recording = nullcontext() if router is None else router.recorder.recording()
+        teaches = asked is Asked.LOSS and shift_labels is not None and teaches_index(self)
+        if real_tokens is None and (teaches or router is not None):
+            real_tokens = real_tokens_of(self, position_ids, longest, document_lengths)
+        learning = IndexLoss(real_tokens) if teaches and real_tokens is not None else None
         with recording as scores:
             fold: Any = kwargs.get("ring_fold")
-            hidden = local_hidden_states(self, input_ids, position_ids, longest, document_lengths, media, fold)
+            batch = input_ids, position_ids, longest, document_lengths, media
+            hidden = local_hidden_states(self, *batch, fold, learning)
         if tree_targets is not None:  # several of one hidden state where branches begin
             hidden = hidden[:, tree_targets[:, 0]]
         if is_scored:
@@ -132,9 +147,7 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
             found = _logprobs(self, hidden, shift_labels, whole, document_lengths, tree_targets)
             return watch_backward(found)
         auxiliary = None
-        if router is not None:
-            if real_tokens is None:
-                real_tokens = real_tokens_of(self, position_ids, longest, document_lengths)
+        if router is not None and real_tokens is not None:
             auxiliary = router(scores or [], real_tokens.flatten(), _groups(self))
         if isinstance(asked, PerToken):
             assert shift_labels is not None, "checked by __call__"
@@ -146,7 +159,11 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
         loss = _loss(self, hidden, shift_labels, int(num_items_in_batch), weights)
         if router is not None and auxiliary is not None:
             loss = loss + getattr(self, router.coefficient) * auxiliary
-        return _output(auxiliary, loss=watch_backward(loss))
+        if learning is None:
+            return _output(auxiliary, loss=watch_backward(loss))
+        learnt = index_loss(learning, shift_labels, int(num_items_in_batch), _groups(self))
+        taught = watch_backward(loss + (learnt - learnt.detach()))
+        return LearningOutput(loss=taught, aux_loss=auxiliary, index_loss=learnt.detach())
 
 
 _SIGNATURE: Final = inspect.signature(RingCausalLM.forward)

@@ -1,0 +1,71 @@
+"""Training of the index of layers that choose their keys (DeepSeek-V3.2), which no other gradient reaches.
+
+    loss = sum over layers of  1/R sum over R real tokens of KL(attention || softmax of the index's scores)
+
+Probabilities of all heads are summed, normalised and not differentiated: over the keys that the index chose
+(``sparse``), or over all (``dense``), which the layers then attend to. R counts the tokens of all ranks. With
+``num_items_in_batch`` the loss of a batch weighs as much as its targets do. Layers that share a choice teach nothing.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.names import INDEX_LOSS_NAMES, find_name
+from ringspan.core.step_config import StepConfig
+from ringspan.torch.attention.chosen import IndexInputs
+from ringspan.torch.data.batch import IGNORED
+from ringspan.torch.layers.decoder import CACHED_INDEXES
+from ringspan.torch.layers.view import ModelView, RingModel
+from ringspan.torch.recurrence.current import IndexLoss, current_pass
+from ringspan.torch.transport.collectives import Sum
+
+_TRAINED: Final = CACHED_INDEXES - {"mistral_large4_text"}
+
+
+def refuse_index_loss(view: ModelView, config: StepConfig, modules: Sequence[nn.Module]) -> None:
+    """Raise UnsupportedError or ConfigError for a model whose index is not trained by ``config.index_loss``."""
+    if find_name("index_loss", config.index_loss, INDEX_LOSS_NAMES, ConfigError) == "none":
+        return
+    indexes = [index for each in modules if isinstance(index := getattr(each, "indexer", None), nn.Module)]
+    option, kind = f"index_loss={config.index_loss!r}", view.decoder.config.model_type
+    if not indexes:
+        raise UnsupportedError(f"{option}: {view.name} has no index that chooses keys; leave it out")
+    if kind not in _TRAINED:
+        known = ", ".join(sorted(_TRAINED))
+        raise UnsupportedError(f"{option}: only indexes of {known} are trained yet, not of {kind}; leave it out")
+    if view.head is None or view.is_classifier:
+        raise UnsupportedError(
+            f"{option} is added to a loss of next tokens, of which {view.name} predicts none; leave it out"
+        )
+    if not any(p.requires_grad for index in indexes for p in index.parameters()):
+        raise ConfigError(f"{option}: no parameter of an index requires gradients; set requires_grad, or leave it out")
+
+
+def teaches_index(model: RingModel) -> bool:
+    return model.ring_step.index_loss != "none" and model.training and torch.is_grad_enabled()
+
+
+def learning_queries() -> Tensor | None:
+    """Return the queries (B, T) of this pass that teach its indexes; None if they do not learn."""
+    now = current_pass()
+    learning = None if now is None or not torch.is_grad_enabled() else now.index_loss
+    return None if learning is None else learning.real
+
+
+def note_divergence(index: IndexInputs, loss: Tensor) -> None:
+    now = current_pass()
+    if index.real is not None and now is not None and now.index_loss is not None:
+        now.index_loss.add(loss)
+
+
+def index_loss(learning: IndexLoss, targets: Tensor, count: int, groups: list[dist.ProcessGroup]) -> Tensor:
+    """Return the loss of all ranks, whose gradient is local: each adds its queries' and its keys'."""
+    total = torch.stack(learning.take()).sum()
+    counts = torch.stack((learning.real.sum(), (targets != IGNORED).sum())).to(total)
+    total, real, valid = Sum.apply(torch.cat((total[None], counts)), groups).unbind()
+    return total / real.clamp(min=1) * valid / max(count, 1)
