@@ -1,5 +1,6 @@
 """Kinds of models of which a cache has to know something special: on a ring against one process."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,13 +12,21 @@ from ringspan.core.arguments import SPLIT_FROM_TOKENS
 from tests.cases import long
 from tests.every_model.tiny import MULTIMODAL, tiny_model, tiny_tokens
 from tests.torch.float64 import in_float64_of
-from tests.torch.generate.test_generate import WAYS, greedy, plain, results
+from tests.torch.generate.test_generate import WAYS, fresh_cache, greedy, plain, results
 from tests.torch.generate.test_states import made
 
 LIMIT = 1e-5
 IN_FLOAT64 = 1e-9
+
+
+def read(model: Any) -> Any:
+    """A text's logits in the model's own dtype, of which ``generate`` hands on float32."""
+    ids = tiny_tokens(71)
+    return SimpleNamespace(sequences=ids, logits=[model(ids, **fresh_cache(model)).logits])
+
+
 # A few tokens, more than an index chooses, rows with padding on their left, and tokens that are taken back.
-OF_AN_INDEX: tuple[Any, ...] = greedy(1), greedy(13), greedy(71), WAYS["left padding"], WAYS["prompt lookup"]
+OF_AN_INDEX: tuple[Any, ...] = read, greedy(1), greedy(13), greedy(71), WAYS["left padding"], WAYS["prompt lookup"]
 
 
 def text(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
