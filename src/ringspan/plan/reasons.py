@@ -8,7 +8,7 @@ from ringspan.core.geometry.layout import Layout
 from ringspan.core.messages.units import shown_bytes, shown_seconds
 from ringspan.core.names import CHECKPOINT_NAMES
 from ringspan.plan.cost.cost import StepCost, block_tokens_for_overlap
-from ringspan.plan.cost.folds import per_token
+from ringspan.plan.cost.folds import most_waiting, per_token
 from ringspan.plan.cost.kept import pixel_bytes, seen_bytes
 from ringspan.plan.cost.memory import RESERVE, Memory, training_memory
 from ringspan.plan.cost.setting import Setting
@@ -291,10 +291,10 @@ def _about_folds(question: Question, setting: Setting, cost: StepCost, longest: 
     local, where = question.shape.split(setting.tp), "device" if setting.offload == "none" else "host"
     each = per_token(local.counted(local.layers), setting)
     yield (
-        f"between folds, {shown_bytes(round(sum(each)))} a token wait on the {where}, of them "
-        f"{shown_bytes(round(each[0]))} of keys and values and {shown_bytes(round(each[1]))} of gradients; copies "
-        f"take {shown_seconds(cost.host_seconds)} beside {shown_seconds(cost.compute_seconds)} of computing, weights "
-        f"{shown_seconds(cost.gather_seconds)}"
+        f"between folds, up to {shown_bytes(most_waiting(local, setting))} a device wait on the {where}: "
+        f"{shown_bytes(round(each.keys))} a token of keys and values, and as many of their gradients, or float32 sums "
+        f"where several folds have seen them; copies take {shown_seconds(cost.host_seconds)} beside "
+        f"{shown_seconds(cost.compute_seconds)} of computing, weights {shown_seconds(cost.gather_seconds)}"
     )
     if longest:
         yield f"longer than {longest.length:,} tokens does not fit the {question.limit(longest)}'s memory"

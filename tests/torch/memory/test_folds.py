@@ -83,6 +83,23 @@ def test_each_mechanism_in_folds_is_itself_in_one_pass(pool, kind, options):
     is_same(pool, kind, options, 2, 3, [23, 18])
 
 
+def changed_between(mesh: DeviceMesh, how: str) -> None:
+    model: Any = rs.parallelize(model_of("llama"), mesh, folds=2)
+    batch = rs.shard_batch({"input_ids": tokens(1, 9), "labels": tokens(1, 9)}, mesh, folds=2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model(**batch).loss.backward()
+    loss = model(**batch).loss
+    with torch.no_grad():
+        optimizer.step() if how == "step" else next(model.parameters()).to_local().mul_(2)
+    loss.backward()
+
+
+@pytest.mark.parametrize("how", ["step", "shard"])
+def test_weights_changed_before_backward_are_refused(pool, how):
+    for outcome in pool.outcomes(changed_between, 2, how):
+        assert isinstance(outcome, rs.UnsupportedError) and "step the optimizer after backward" in str(outcome)
+
+
 def attended(mesh: DeviceMesh | None, mask: rs.Mask, layout: Any, length: int, folds: int, offload: Any) -> Any:
     """This rank's results of attention in folds, and its gradients."""
     ring = None if mesh is None else mesh["ring"].get_group()

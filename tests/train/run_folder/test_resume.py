@@ -156,15 +156,15 @@ def test_a_run_without_its_newest_checkpoint_uses_the_previous(pool, text, unint
 
 
 @pytest.mark.parametrize(
-    ("name", "changes"),
+    ("name", "folds", "changes"),
     [
-        ("2 x 2", {"mesh": {"replicate": 2}, "memory": {"folds": 3}, "optimizer": {"batch_size": 1}}),
-        *long(("heads over 2", {"mesh": {"tp": 2}, "optimizer": {"batch_size": 2}})),
-        *long(("striped", {"attention": {"layout": "striped"}, "optimizer": {"batch_size": 2}})),
+        ("2 x 2", 2, {"mesh": {"replicate": 2}, "memory": {"folds": 3}, "optimizer": {"batch_size": 1}}),
+        *long(("heads over 2", 1, {"mesh": {"tp": 2}, "optimizer": {"batch_size": 2}})),
+        *long(("striped", 2, {"attention": {"layout": "striped"}, "optimizer": {"batch_size": 2}})),
     ],
 )
-def test_another_mesh_or_layout_goes_on_with_the_same_tokens(pool, text, name, changes):
-    two = {"optimizer": {"batch_size": 2}}
+def test_another_mesh_or_layout_goes_on_with_the_same_tokens(pool, text, name, folds, changes):
+    two = {"optimizer": {"batch_size": 2}, "memory": {"folds": folds}}
     pool.run(train_and_see, 4, config(text, f"whole {name}", **two))
     pool.run(train_and_see, 4, config(text, f"moved {name}", **two), 2)
     (_, _, lines), *_ = pool.run(train_and_see, 4, config(text, f"moved {name}", **changes))

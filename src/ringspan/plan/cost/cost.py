@@ -160,7 +160,8 @@ class _LayerTimes:
         shape = self.shape
         compute = (self.first + (2 if shape.lora else 3)) * self.matrices(shape.outside + shape.vocab * shape.hidden)
         weights = self.setting.number_bytes * shape.root, shape.trained_root
-        return self._time(compute, compute, weights, Pass(0, 0, 0, 0), sums=self.root_sums)
+        gathers = self.setting.folds + self.first  # once in forward, where it stays whole, also for all folds
+        return self._time(compute, compute, weights, Pass(0, 0, 0, 0), sums=self.root_sums, gathers=gathers)
 
     def towers(self) -> _Time:
         """Time towers and projectors on the largest share of images, with the transfer of embeddings."""
@@ -200,7 +201,7 @@ class _LayerTimes:
             host=2.0 * setting.tokens * self.kept + copied_bytes(kind, setting),
             # For forward and backward; for inputs that are made again those of all layers but the segment's last, the
             # one before which stays for its own backward pass.
-            gathers=2 + max(0.0, 1 - 2 / setting.layers_per_checkpoint),
+            gathers=setting.folds * (2 + self.first + max(0.0, 1 - 2 / setting.layers_per_checkpoint)),
         )
 
     def _mixing(self, kind: LayerKind) -> list[Pass]:
@@ -305,9 +306,9 @@ class _LayerTimes:
     def _shard_bytes(self, weights: tuple[int, int], gathers: float) -> tuple[float, float]:
         setting = self.setting
         num_bytes, trained = weights
-        around = (1 - 1 / setting.ring) * ((gathers + self.first) * num_bytes + trained * _GRADIENT_BYTES)
-        across = 2 * (1 - 1 / setting.replicate) * trained / setting.ring * _GRADIENT_BYTES
-        around, across = setting.folds * around, setting.folds * across
+        reduced = setting.folds * trained * _GRADIENT_BYTES
+        around = (1 - 1 / setting.ring) * (gathers * num_bytes + reduced)
+        across = 2 * (1 - 1 / setting.replicate) * reduced / setting.ring
         return around, across if self.is_last else 0.0
 
 

@@ -12,28 +12,32 @@ _FLOAT32 = 4
 
 
 class PerToken(NamedTuple):
-    keys: float = 0
-    gradients: float = 0
-    results: float = 0
-
-    def times(self, keys: float, gradients: float, results: float) -> float:
-        return keys * self.keys + gradients * self.gradients + results * self.results
+    keys: float
+    """And values; as many bytes of the first gradients of these that a fold gets."""
+    results: float
 
 
 def per_token(counts: Mapping[LayerKind, int], setting: Setting) -> PerToken:
-    """Return what waits of one token: gradients, in float32, only of folds within a window's reach."""
-    rows = [[count * each for each in _of_kind(kind, setting)] for kind, count in counts.items()]
-    return PerToken(*map(sum, zip(*rows, strict=True)))
+    """Return what waits of one token of a fold."""
+    keys = sum(count * setting.number_bytes * keys_of(kind) for kind, count in counts.items())
+    return PerToken(keys, sum(count * _results(kind, setting) for kind, count in counts.items()))
 
 
-def _of_kind(kind: LayerKind, setting: Setting) -> PerToken:
-    numbers = keys_of(kind)
-    others = setting.folds - 1
-    reached = folds_reached(kind, setting) / others if others else 0.0
-    results = 0 if setting.checkpoint == "full" else result_bytes(kind, setting.number_bytes)
+def _results(kind: LayerKind, setting: Setting) -> float:
+    found = 0.0 if setting.checkpoint == "full" else result_bytes(kind, setting.number_bytes)
     if kind.scan:  # a state for each fold
-        results += _FLOAT32 * setting.batch * kind.scan.state / setting.fold.tokens
-    return PerToken(setting.number_bytes * numbers, _FLOAT32 * numbers * reached, results)
+        found += _FLOAT32 * setting.batch * kind.scan.state / setting.fold.tokens
+    return found
+
+
+def _gradients(kind: LayerKind, setting: Setting, turns: int, folds: int) -> int:
+    """Return bytes of a fold's token, summed over ``folds`` folds, when ``turns`` later ones had theirs in backward.
+
+    A fold's first gradient of its keys waits as attention returned it, a sum of more in float32.
+    """
+    reached = folds_reached(kind, setting) if turns else 0
+    summed = min(folds, max(0, reached - 1)) if turns > 1 else 0
+    return keys_of(kind) * (setting.number_bytes * (min(folds, reached) - summed) + _FLOAT32 * summed)
 
 
 def keys_of(kind: LayerKind) -> int:
@@ -50,28 +54,43 @@ def folds_read(kind: LayerKind, setting: Setting) -> int:
     return reached * setting.folds - reached * (reached + 1) // 2
 
 
-def waiting_bytes(local: ModelShape, setting: Setting, done: int) -> int:
-    """Return what waits when backward has finished ``done`` layers of the last fold, or of the one before."""
+def waiting_bytes(local: ModelShape, setting: Setting, done: int, attending: LayerKind | None = None) -> int:
+    """Return the most that waits when backward has finished ``done`` layers of a fold: of one of the last three.
+
+    ``attending``: the next layer, if its attention is under way.
+    """
+    turns = range(min(3, setting.folds))
+    return max((_waiting(local, setting, turn, done, attending) for turn in turns), default=0)
+
+
+def _waiting(local: ModelShape, setting: Setting, turn: int, done: int, attending: LayerKind | None) -> int:
+    """Return the same in one fold's turn; its own keys are not kept any more."""
+    earlier, left = setting.folds - 1 - turn, local.counted(local.layers - done)
+    total = earlier * sum(per_token(local.counted(local.layers), setting))
+    for kind, count in local.counted(local.layers).items():
+        total += left.get(kind, 0) * _gradients(kind, setting, turn, earlier + 1)
+        total += (count - left.get(kind, 0)) * _gradients(kind, setting, turn + 1, earlier)
+    if attending is not None:  # earlier folds' gradients are summed before its own go
+        after, before = (_gradients(attending, setting, each, earlier) for each in (turn + 1, turn))
+        total += after - before
+    return round(setting.fold.tokens * total)
+
+
+def most_waiting(local: ModelShape, setting: Setting, kept: int = 0) -> int:
+    """Return the most that waits at any time, with ``kept`` bytes of the fold whose backward pass begins."""
     if setting.folds == 1:
-        return 0
-    whole = per_token(local.counted(local.layers), setting)
-    left = per_token(local.counted(local.layers - done), setting)
-    over, others = PerToken(*(a - b for a, b in zip(whole, left, strict=True))), setting.folds - 1
-    last = whole.times(others, 0, others) + over.times(0, others, 0)
-    before = whole.times(others, others, others - 1) - over.times(1, 1, 0)
-    return round(setting.fold.tokens * max(last, before))
-
-
-def most_waiting(local: ModelShape, setting: Setting) -> int:
+        return kept
     whole, folds = per_token(local.counted(local.layers), setting), setting.folds
-    most = max(whole.times(folds - 1, 0, folds), whole.times(folds - 1, folds - 1, folds - 1))
-    return round(setting.fold.tokens * most) if folds > 1 else 0
+    forward = round(setting.fold.tokens * ((folds - 1) * whole.keys + folds * whole.results))
+    return max(forward, kept + waiting_bytes(local, setting, 0), waiting_bytes(local, setting, local.layers))
 
 
 def brought_bytes(kind: LayerKind, setting: Setting) -> int:
     """Return what is on the device of one layer's other folds: of the one that computes and of the next."""
-    here = min(2, folds_reached(kind, setting))
-    return setting.fold.tokens * here * keys_of(kind) * (setting.number_bytes + _FLOAT32)
+    others, a = min(setting.folds - 1, folds_reached(kind, setting)), setting.number_bytes
+    turns = enumerate((0, a, _FLOAT32)[: setting.folds])  # of the last folds, by what a gradient has by then
+    most = max(min(2, others, setting.folds - 1 - turn) * (a + gradient) for turn, gradient in turns)
+    return setting.fold.tokens * most * keys_of(kind)
 
 
 def copied_bytes(kind: LayerKind, setting: Setting) -> float:
@@ -80,6 +99,7 @@ def copied_bytes(kind: LayerKind, setting: Setting) -> float:
         return 0.0
     tokens, numbers, reads = setting.fold.tokens, keys_of(kind), folds_read(kind, setting)
     again = 3 if setting.checkpoint == "full" else 1  # forward passes of attention
-    a, results = setting.number_bytes, _of_kind(kind, setting).results
+    a, firsts = setting.number_bytes, setting.folds - 1 if reads else 0
     keys = a * numbers * (setting.folds - 1 + reads * (again + 1))
-    return tokens * (keys + _FLOAT32 * numbers * 2 * reads + 2 * results * setting.folds)
+    gradients = 2 * numbers * (_FLOAT32 * (reads - firsts) + a * firsts)
+    return tokens * (keys + gradients + 2 * _results(kind, setting) * setting.folds)

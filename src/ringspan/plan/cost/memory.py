@@ -112,11 +112,11 @@ class _Step:
 
     def memory(
         self, moment: str, *, activations: int = 0, temporaries: int = 0, communication: int = 0, gradients: int = 0,
-        done: int | None = None,
+        done: int | None = None, attending: LayerKind | None = None,
     ) -> Memory:  # fmt: skip
         """Build a moment, in a layer's backward pass when ``done`` later layers are finished."""
         on_device = done is not None and self.setting.offload == "none"
-        waiting = waiting_bytes(self.shape, self.whole, done or 0) if on_device else 0
+        waiting = waiting_bytes(self.shape, self.whole, done or 0, attending) if on_device else 0
         return Memory(
             moment,
             {
@@ -182,6 +182,7 @@ class _Step:
             communication=self.gathered + self.layer_bytes + prefetched + reducing + communication,
             gradients=self.p * self.shape.trained_of_layers(done) // self.ranks,
             done=done,
+            attending=self._kind(done) if moment == ATTENTION_MOMENT else None,
         )
 
     def _made_again(self, kind: LayerKind) -> dict[str, int]:

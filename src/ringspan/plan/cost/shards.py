@@ -44,7 +44,7 @@ def host_bytes(shape: ModelShape, setting: Setting) -> int:
         return moments
     local = shape.split(setting.tp)
     kept = setting.fold.tokens * saved_per_token(local, setting, local.layers)
-    return moments + kept + most_waiting(local, setting)
+    return moments + most_waiting(local, setting, kept)
 
 
 def host_use(shape: ModelShape, setting: Setting) -> dict[str, int]:

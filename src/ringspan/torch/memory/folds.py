@@ -75,7 +75,7 @@ class Folds:
     ) -> None:
         self.layouts, self.keeps_results, self.trains = layouts, keeps_results, trains
         self.keys = Kept(offload)  # and values
-        self.gradients = Kept(offload)  # of these, summed over the folds that had their turn in backward
+        self.gradients = Kept(offload)  # of these: the first as attention returns them, sums of more in float32
         self.results = Kept(offload)  # and their log-sum-exp
         self.states = Kept(offload)  # that the next fold begins with, and inputs of convolutions
         self.state_gradients = Kept(offload)
@@ -132,6 +132,8 @@ def attend_in_folds(fold: Fold, name: Hashable, asked: Request) -> Tensor:
             raise UnsupportedError("an attention module that is called twice in a pass is not split into folds yet")
         if last_reader(own.mask, *sizes, fold.number) > fold.number:
             fold.folds.keys.put(name, fold.number, k, v)
+    else:
+        fold.folds.keys.drop(name, fold.number)  # later folds had their turn, and its own are here
     out = _Attention.apply(q, k, v, asked.sinks, asked.slopes, _Call(fold, name, specs))
     for each in () if fold.folds.trains else read:
         if last_reader(own.mask, *sizes, each) == fold.number:
@@ -167,13 +169,12 @@ class _Attention(torch.autograd.Function):
         [dout], (q, k, v, sinks, slopes, out, lse), call = gradients, ctx.saved_tensors, ctx.call
         number, folds = call.fold.number, call.fold.folds
         dtype = accumulation_dtype(q.dtype)
-        folds.keys.drop(call.name, number)  # later folds had their turn, and its own are here
         dq, dk, dv, dsinks = attend_backward(dout, q, k, v, sinks, slopes, out, lse, call.specs[number])
         dq = dq.to(dtype)
         for each, spec in _earlier(call, folds.keys, folds.gradients):
             dq += _of_earlier(call, each, (dout, q, *folds.keys.get(call.name, each), None, slopes, out, lse), spec)
         later = folds.gradients.pop(call.name, number)
-        dk, dv = (x if not later else later[i].add_(x).to(x.dtype) for i, x in enumerate((dk, dv)))
+        dk, dv = (x if not later else later[i].to(dtype).add_(x).to(x.dtype) for i, x in enumerate((dk, dv)))
         return dq.to(q.dtype), dk, dv, None if sinks is None else dsinks, None, None
 
 
@@ -196,7 +197,7 @@ def _of_earlier(call: _Call, fold: int, given: tuple[Any, ...], spec: str) -> Te
     waiting = call.fold.folds.gradients
     dq, dk, dv, _ = attend_backward(*given, spec)
     before, dtype = waiting.pop(call.name, fold), accumulation_dtype(dk.dtype)
-    sums = [x.to(dtype) if not before else before[i].add_(x) for i, x in enumerate((dk, dv))]
+    sums = [x if not before else before[i].to(dtype).add_(x) for i, x in enumerate((dk, dv))]
     waiting.put(call.name, fold, *sums)
     return dq
 

@@ -160,6 +160,28 @@ def kept_whole(model: nn.Module) -> Iterator[None]:
             module.reshard()
 
 
+@contextmanager
+def sharded_after_layers(model: nn.Module) -> Iterator[None]:
+    """Return each layer's weights to their shards after its forward pass, also within a backward pass.
+
+    FSDP takes a forward pass within a backward pass for one layer's recomputation, and leaves all layers whole.
+    """
+
+    def reshard(module: Any, *_: object) -> None:
+        for group in _groups_in(module):
+            if group.post_forward_mesh_info is not None:  # not where a user has it stay whole
+                group.reshard()
+                group._record_post_forward()  # by which backward gathers the layer before in time
+
+    layers = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    hooks = [module.register_forward_hook(reshard) for module in layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def gathered_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the gathered copies of parameters, which no optimizer may be given."""
     parameters = [parameter for group in _groups_of(model) for parameter in group.fsdp_params]

@@ -23,7 +23,7 @@ from ringspan.torch.layers.modules import local_part
 from ringspan.torch.layers.view import ModelView, RingModel
 from ringspan.torch.memory.folds import Fold, Folds
 from ringspan.torch.memory.segments import surroundings
-from ringspan.torch.memory.sharding import settle
+from ringspan.torch.memory.sharding import settle, sharded_after_layers
 from ringspan.torch.model.attention.indexed import choosing_modules
 
 # Arguments of a pass that have one entry for each local token.
@@ -121,7 +121,8 @@ class _Pass:
             )
         for number in reversed(range(len(self._folds.layouts))):
             with in_call("a backward pass"), recovering(self._model), calling_parts("a backward pass"):
-                with torch.enable_grad(), self._as_then[number](), agreeing(self._model, self._arguments):
+                sharding = sharded_after_layers(self._model)
+                with torch.enable_grad(), self._as_then[number](), agreeing(self._model, self._arguments), sharding:
                     found = self._compute(number, is_again=True)
                 own = gradient[:, self._part(number)] if gradient.ndim else gradient
                 torch.autograd.backward(found, own.to(found.dtype))
@@ -137,4 +138,6 @@ class _Pass:
         return slice(number * self._tokens, (number + 1) * self._tokens)
 
     def _weights(self) -> list[int]:
-        return [local_part(parameter.detach())._version for parameter in self._model.parameters()]
+        # Optimizers write to a parameter, which counts for itself, and others to its shard.
+        each = [(parameter, local_part(parameter)) for parameter in self._model.parameters()]
+        return [tensor._version for tensors in each for tensor in tensors]
