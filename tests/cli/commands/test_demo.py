@@ -9,11 +9,15 @@ from typing import Any
 import pytest
 import torch
 
+from ringspan.cli.commands.train import train_rank
 from ringspan.cli.main import main
 from ringspan.torch.memory.checkpointing import checkpoint_layers
 from ringspan.torch.model.view import view_of
-from ringspan.train.demo import told
+from ringspan.torch.runtime.launch import launch
+from ringspan.train.config.load import parse_config
+from ringspan.train.demo import DemoOptions, told, training_config
 from tests.torch.models import build
+from tests.train.runs import losses
 
 
 def test_one_process_says_how_far_a_step_is():
@@ -50,3 +54,9 @@ def test_the_demo_trains_proves_measures_and_reports(monkeypatch, capfd, tmp_pat
     assert held[1] / 2 == pytest.approx(held[2], rel=0.03) and held[1] / 4 == pytest.approx(held[4], rel=0.03)
     page = (tmp_path / "demo" / "report.html").read_text()
     assert "<svg" in page and "one process" in page
+
+    options = DemoOptions(run=str(tmp_path / "folds"), ranks=1, steps=2, length=256, layout="zigzag")
+    values = training_config(options).model_dump(exclude_none=True) | {"memory": {"folds": 4}}
+    launch(train_rank, 1, parse_config(values))
+    found = [losses(tmp_path / name) for name in ("demo", "folds")]
+    assert len(found[0]) == 3 and found[1] == pytest.approx(found[0], rel=1e-6)
