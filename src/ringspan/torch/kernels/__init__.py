@@ -32,14 +32,14 @@ KERNELS: Final[dict[str, Returning | InPlace]] = {
     )
 }
 # What "auto" prefers, for few rectangles and squares, and for anything else. On Hopper (benchmarks/results, gpu-*.json)
-# cuDNN computes these nearly twice as fast as FlashAttention 2, but knows no other band, takes a call for each, and
-# makes a plan for each new size, which takes longer than a hop and stays for good. Of the others our own kernel is the
-# fastest forward, and none is backward.
+# FlashAttention 4 is the fastest of all with any mask. cuDNN computes squares nearly twice as fast as FlashAttention 2,
+# but knows no other band, takes a call for each, and makes a plan for each new size, which takes longer than a hop and
+# stays for good. Of the others our own kernel is the fastest forward, and none is backward.
 _FEW: Final = 4
 _MOST_PLANS: Final = 64  # more sizes than masks without documents have; documents bring new ones with every batch
-_FOR_SQUARES: Final = ("cudnn", "flash3", "flash4", "flash2", "flash", "cpu", "triton", "eager")
-_FOR_ANYTHING: Final = ("flash3", "flash2", "flash", "flash4", "cudnn", "cpu", "triton", "eager")
-_FORWARD_ON_HOPPER: Final = ("flash3", "triton", *_FOR_ANYTHING)
+_FOR_SQUARES: Final = ("flash4", "cudnn", "flash3", "flash2", "flash", "cpu", "triton", "eager")
+_FOR_ANYTHING: Final = ("flash4", "flash3", "flash2", "flash", "cudnn", "cpu", "triton", "eager")
+_FORWARD_ON_HOPPER: Final = ("flash4", "flash3", "triton", *_FOR_ANYTHING)
 _HOPPER: Final = 9  # the first number of its compute capability
 
 
