@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import ringspan as rs
 from ringspan.core.names import LAYOUT_NAMES
-from ringspan.core.schedule import choice
+from ringspan.core.schedule import workspace
 from ringspan.jax import ring_attention, sharded_ring_attention
 from tests.cases import few, long
 from tests.core.strategies import masks
@@ -29,7 +29,7 @@ CUSTOM = rs.CustomLayout.of([[(0, 4)], [(4, 4)]])
 @pytest.fixture(autouse=True)
 def groups_of_heads(monkeypatch):
     """As many as there are key/value heads, though the tiles are small."""
-    monkeypatch.setattr(choice, "WORTH_A_CALL_ON_CPU", 0)
+    monkeypatch.setattr(workspace, "WORTH_A_CALL_ON_CPU", 0)
 
 
 def arrays(problem: Problem) -> list[np.ndarray]:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import ringspan as rs
 from ringspan.core.names import LAYOUT_NAMES
-from ringspan.core.schedule import choice, events, steps
+from ringspan.core.schedule import events, steps, workspace
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.core.schedule.workspace import Shape
 from ringspan.jax import sharded_ring_attention
@@ -120,7 +120,7 @@ def test_nothing_is_larger_than_the_tensors_of_a_rank(ranks):
 def test_one_group_of_heads_after_the_other_holds_less(monkeypatch):
     ranks, heads = 4, 8
     at_once = compiled(ranks, rs.causal(), backward=True, heads=heads, groups=heads)
-    monkeypatch.setattr(choice, "WORTH_A_CALL_ON_CPU", 0)
+    monkeypatch.setattr(workspace, "WORTH_A_CALL_ON_CPU", 0)
     in_turn = compiled(ranks, rs.causal(), backward=True, heads=heads, groups=heads)
     # Dividing all by eight but out and lse, which backward needs whole: 2.1 of the tensors of a rank, once 14.3.
     assert in_turn.memory_analysis().temp_size_in_bytes < at_once.memory_analysis().temp_size_in_bytes / 5

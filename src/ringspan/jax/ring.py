@@ -17,7 +17,7 @@ from jax import Array, lax
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import Mask
 from ringspan.core.names import JaxKernelName
-from ringspan.core.schedule.choice import head_groups
+from ringspan.core.schedule.workspace import head_groups
 from ringspan.jax.kernels.pallas import PallasKernel, check_chunks
 from ringspan.jax.kernels.triton import TritonKernel
 from ringspan.jax.kernels.xla import Kernel, XlaKernel, accumulation_dtype, packed, parted, varying_like

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, example, given
 from hypothesis import strategies as st
 
 import ringspan as rs
-from ringspan.core.schedule import choice
+from ringspan.core.schedule import workspace
 from ringspan.core.schedule.timing import sent_bytes
 from ringspan.core.schedule.workspace import Shape
 from ringspan.torch.attention import latents
@@ -29,7 +29,7 @@ ROUTES = "ring", "bidirectional", "double-ring:1"
 @pytest.fixture(autouse=True, scope="module")
 def groups_of_heads():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(choice, "WORTH_A_CALL_ON_CPU", 0)
+        patch.setattr(workspace, "WORTH_A_CALL_ON_CPU", 0)
         yield
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 import ringspan as rs
 from ringspan.core import reference
 from ringspan.core.names import LAYOUT_NAMES
-from ringspan.core.schedule import choice
+from ringspan.core.schedule import workspace
 from ringspan.core.schedule.route import Route, member_heads
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.torch.attention import ring
@@ -33,7 +33,7 @@ FLOAT32_LIMIT = 3e-6  # the design's Numbers: float32, relative, for out, dq, dk
 @pytest.fixture(autouse=True)
 def groups_of_heads(monkeypatch):
     """As many as there are key/value heads, though the tiles are small: one thread, as a rank on a machine has."""
-    monkeypatch.setattr(choice, "WORTH_A_CALL_ON_CPU", 0)
+    monkeypatch.setattr(workspace, "WORTH_A_CALL_ON_CPU", 0)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -240,7 +240,7 @@ def fits(route, ranks, heads, groups):
 )
 def test_ranks_with_different_work_take_the_same_groups_of_heads(mask, worth, monkeypatch):
     """Their messages are numbered by group. The first rank has one tile, the last one larger or many small ones."""
-    monkeypatch.setattr(choice, "WORTH_A_CALL_ON_CPU", worth)
+    monkeypatch.setattr(workspace, "WORTH_A_CALL_ON_CPU", worth)
     assert max(Problem(64, mask, heads=4, groups=4).errors("contiguous", 2)) < FLOAT32_LIMIT
 
 

@@ -11,16 +11,10 @@ from ringspan.core.geometry.mask import Mask
 from ringspan.core.messages.numbers import check_whole
 from ringspan.core.schedule.route import Route, member_heads
 from ringspan.core.schedule.timing import Speeds, forward_pass, sent_bytes
-from ringspan.core.schedule.workspace import Shape, fewest_groups
+from ringspan.core.schedule.workspace import Shape
 from ringspan.core.step_config import StepConfig
 
 WORTH_IT: Final = 0.97  # another route than the ring must save three percent: the model is no better than that
-MOST_HEAD_GROUPS: Final = 8
-
-# Pairs of a mean tile over all heads of a group. On an accelerator about a millisecond's: such a launch fills it, and a
-# hop's few calls are nothing beside it. On CPU, below, many small tiles cost more than is hidden (measured).
-WORTH_A_CALL: Final = 1 << 29
-WORTH_A_CALL_ON_CPU: Final = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -84,27 +78,6 @@ def splits(shape: Shape, members: int) -> bool:
     except UnsupportedError:
         return False
     return True
-
-
-def head_groups(
-    num_heads: int, num_kv_heads: int, ranks: int, tile_pairs: int, *, on_cpu: bool, blocks: int = 2, at_once: int = 1
-) -> int:
-    """Return the number of groups of heads that run one after the other, the same on every rank.
-
-    ``blocks`` blocks of a group weigh at most two of all heads, if key/value heads allow. Up to eight groups if a call
-    has enough work, so that a group's last gradients travel while the next computes ``at_once`` heads. ``num_heads``
-    counts those of all sequences; ``tile_pairs`` is ``Schedule``'s.
-    """
-    if ranks == 1:
-        return 1
-    worth = WORTH_A_CALL_ON_CPU if on_cpu else WORTH_A_CALL
-    divisors = [n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0]
-    fitting = (
-        n
-        for n in reversed(divisors)
-        if n <= MOST_HEAD_GROUPS and num_heads // n >= at_once and num_heads // n * tile_pairs >= worth
-    )
-    return max(fewest_groups(num_kv_heads, blocks), next(fitting, 1))
 
 
 def check_segments(checkpoint: str, layers_per_checkpoint: int) -> None:

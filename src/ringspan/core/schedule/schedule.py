@@ -73,6 +73,7 @@ class Schedule:
     ranks: int
     hops: tuple[Hop, ...]
     tile_pairs: int  # of a mean tile of all ranks, about: every rank knows the same
+    rank_pairs: int  # of a mean rank, about
     passes_queries: bool = False  # blocks are queries, else keys and values
     gathered: Gathered | None = None  # on the route all-gather: the passes fetch all keys at once, without hops
 
@@ -143,7 +144,7 @@ def make_schedule(
     if route.name == "all-gather" and layout.ranks > 1:
         sends, receives = [send for _, send in hops[0].sends], [(hop.owner, hop.arrives.ranges) for hop in hops[1:]]
         gathered = gather(layout, keys, mask, rank, hops[0].bands, sends, receives)
-    return Schedule(rank, layout.ranks, hops, paths.tile_pairs, route.passes_queries, gathered)
+    return Schedule(rank, layout.ranks, hops, paths.tile_pairs, int(paths.pairs.mean()), route.passes_queries, gathered)
 
 
 def _hop(paths: Paths, rank: int, index: int, owner: int, bands: tuple[Tile, ...]) -> Hop:

@@ -13,7 +13,7 @@ from ringspan.core.schedule.paths import loads
 from ringspan.core.schedule.route import Route, member_heads
 from ringspan.core.schedule.schedule import Schedule, make_schedule
 from ringspan.core.schedule.steps import Compute, Part, Post, Wait
-from ringspan.core.schedule.workspace import Shape, fewest_groups
+from ringspan.core.schedule.workspace import Shape, head_groups
 
 FORWARD_PRODUCTS: Final = 2  # matrix products of attention: scores and weighted values
 BACKWARD_PRODUCTS: Final = 5  # scores again, and the gradients of weights, queries, keys and values
@@ -27,6 +27,7 @@ class Speeds:
     intra_node_bytes: float
     inter_node_bytes: float
     ranks_per_node: int
+    on_cpu: bool = False
 
     def same_node(self, one: int, other: int) -> bool:
         return one // self.ranks_per_node == other // self.ranks_per_node
@@ -76,15 +77,27 @@ def passes(
     ranks = _slow_ranks(layout, keys, mask, between, shape, speeds, is_backward=is_backward)
     schedules = {rank: make_schedule(layout, mask, rank, keys, between) for rank in ranks}
     alone = {
-        rank: one_after_the_other(_walk(_part(schedule, shape, comm_dtype), speeds, is_backward=is_backward), traded)
+        rank: one_after_the_other(_walk(part, speeds, is_backward=is_backward), traded)
         for rank, schedule in schedules.items()
+        for part in [_part(schedule, layout.tokens_per_rank, shape, speeds, comm_dtype)]
     }
     return tuple(map(alone.__getitem__, ranks))
 
 
-def _part(schedule: Schedule, shape: Shape, comm_dtype: str = "exact") -> Part:
+def _part(schedule: Schedule, tokens: int, shape: Shape, speeds: Speeds, comm_dtype: str) -> Part:
     """Return a rank's part: all gathers but the first travel meanwhile."""
-    groups = fewest_groups(shape.kv_heads, schedule.blocks) if schedule.gathered else 1
+    groups = 1
+    if schedule.gathered:
+        groups = head_groups(
+            shape.batch * shape.heads,
+            shape.kv_heads,
+            schedule.ranks,
+            schedule.tile_pairs,
+            on_cpu=speeds.on_cpu,
+            blocks=schedule.blocks,
+            rank_pairs=schedule.rank_pairs,
+            key_bytes=shape.batch * shape.kv_heads * shape.head_dim * shape.itemsize * tokens,
+        )
     return Part(schedule, shape, comm_dtype=comm_dtype, head_groups=groups)
 
 

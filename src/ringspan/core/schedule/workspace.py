@@ -10,6 +10,16 @@ from ringspan.core.schedule.route import Heads
 
 _FLOAT32: Final = 4
 _BFLOAT16: Final = 2
+MOST_HEAD_GROUPS: Final = 8
+
+# Pairs of a mean tile over all heads of a group. On an accelerator about a millisecond's: such a launch fills it, and a
+# hop's few calls are nothing beside it. On CPU, below, many small tiles cost more than is hidden (measured).
+WORTH_A_CALL: Final = 1 << 29
+WORTH_A_CALL_ON_CPU: Final = 1 << 20
+# Pairs of all of a rank's gathered keys: a group's messages and launches take an accelerator's host about a
+# millisecond forward (benchmarks/results, gpu-*.json), in which it computes as many.
+WORTH_A_GATHER: Final = 3 << 29
+FREE_KEY_BYTES: Final = 1 << 29  # of gathered keys, and as many values: little beside an accelerator's memory
 
 
 @dataclass(frozen=True)
@@ -49,10 +59,36 @@ class Shape:
         )
 
 
-def fewest_groups(num_kv_heads: int, blocks: int) -> int:
-    """Return the fewest head groups with ``blocks`` blocks of one at most two of all heads."""
+def _fewest_groups(num_kv_heads: int, blocks: int, free_blocks: float) -> int:
+    """Return the fewest head groups with ``blocks`` blocks of one at most two of all heads, or ``free_blocks``."""
     divisors = (n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0)
-    return next((n for n in divisors if blocks <= 2 * n), num_kv_heads)
+    return next((n for n in divisors if blocks <= max(2, free_blocks) * n), num_kv_heads)
+
+
+def head_groups(
+    num_heads: int, num_kv_heads: int, ranks: int, tile_pairs: int, *,
+    on_cpu: bool, blocks: int = 2, rank_pairs: int = 0, key_bytes: int = 0, at_once: int = 1,
+) -> int:  # fmt: skip
+    """Return the number of groups of heads that run one after the other, the same on every rank.
+
+    ``blocks`` blocks of a group weigh at most two of all heads, if key/value heads allow; on an accelerator also if
+    their keys, ``key_bytes`` in a block of all heads, are little. Up to eight groups if a call has enough work, so that
+    a group's last gradients travel while the next computes ``at_once`` heads. ``num_heads`` counts those of all
+    sequences; ``tile_pairs`` and ``rank_pairs`` are ``Schedule``'s.
+    """
+    if ranks == 1:
+        return 1
+    worth = WORTH_A_CALL_ON_CPU if on_cpu else WORTH_A_CALL
+    if blocks > ranks and not on_cpu:
+        worth, tile_pairs = WORTH_A_GATHER, rank_pairs
+    divisors = [n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0]
+    fitting = (
+        n
+        for n in reversed(divisors)
+        if n <= MOST_HEAD_GROUPS and num_heads // n >= at_once and num_heads // n * tile_pairs >= worth
+    )
+    free = 0 if on_cpu or not key_bytes else FREE_KEY_BYTES / key_bytes
+    return max(_fewest_groups(num_kv_heads, blocks, free), next(fitting, 1))
 
 
 def sent_itemsize(comm_dtype: str, itemsize: int) -> int:

@@ -264,6 +264,7 @@ class _LayerTimes:
                 device.intra_node_bandwidth,
                 device.inter_node_bandwidth,
                 max(1, device.devices_per_node // setting.tp),  # neighbours of a ring are as far apart as tp groups
+                on_cpu=not setting.on_gpu,
             ),
         )
 

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Final
 
 from ringspan.core.costs import loss_bytes
-from ringspan.core.schedule.choice import head_groups
 from ringspan.core.schedule.route import Heads, Route, member_heads
+from ringspan.core.schedule.workspace import head_groups
 from ringspan.plan.cost import kept
 from ringspan.plan.cost.folds import brought_bytes, keys_of, waiting_bytes
 from ringspan.plan.cost.loop import loop_bytes, tile_pairs
@@ -312,7 +312,7 @@ def attention_backward_bytes(kind: LayerKind, setting: Setting) -> tuple[int, in
     queries, outs = (way.ulysses * _count(mine.queries) * size for size in (kind.head_dim, kind.value_dim))
     keys = way.ulysses * _count(mine.keys) * (kind.head_dim + kind.value_dim)
     groups, between = setting.ring // way.ulysses, replace(way, ulysses=1)
-    head_groups = _head_groups(setting, mine, between, groups)
+    head_groups = _head_groups(setting, kind, mine, between, groups)
     # Gradients of keys that members share are summed by their owner; the loop's float32 sums are then what is sent.
     summed = _FLOAT32 if way.ulysses > kind.kv_heads else a
     sizes = queries, keys, head_groups, a, summed
@@ -338,7 +338,7 @@ def _latent_backward_bytes(kind: LayerKind, setting: Setting, latent_dim: int) -
     queries, heads = kind.heads * kind.head_dim, slice(0, kind.heads)
     held = loop_bytes(setting.layout, setting.ring, way, queries, latent_dim, 1, a, a, setting.comm_dtype).times(tokens)
     both = kind.head_dim + kind.value_dim
-    group = kind.heads // _head_groups(setting, Heads(heads, heads), way, setting.ring)
+    group = kind.heads // _head_groups(setting, kind, Heads(heads, heads), way, setting.ring)
     expanded = a * tokens * group * (both + kind.head_dim - kind.rotary)  # as a product, and with the rotary part
     gradients = (a + max(a, _FLOAT32)) * tokens * group * both
     weights = max(a, _FLOAT32) * kind.latent * kind.heads * (both - kind.rotary)
@@ -346,7 +346,8 @@ def _latent_backward_bytes(kind: LayerKind, setting: Setting, latent_dim: int) -
     return results + round(held.sums) + expanded + gradients + weights, round(held.in_transit)
 
 
-def _head_groups(setting: Setting, mine: Heads, way: Route, ranks: int) -> int:
+def _head_groups(setting: Setting, kind: LayerKind, mine: Heads, way: Route, ranks: int) -> int:
+    tokens = setting.tokens * setting.ring // ranks
     return head_groups(
         setting.batch * _count(mine.queries),
         _count(mine.keys),
@@ -354,6 +355,8 @@ def _head_groups(setting: Setting, mine: Heads, way: Route, ranks: int) -> int:
         tile_pairs(setting.layout, setting.length // ranks),
         on_cpu=not setting.on_gpu,
         blocks=2 if way.name != "all-gather" else ranks if setting.layout == "striped" else 2 * ranks,
+        rank_pairs=ranks * tokens**2 // 2,
+        key_bytes=setting.number_bytes * tokens * _count(mine.keys) * kind.head_dim,
     )
 
 

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringspan.core.schedule.choice import head_groups
 from ringspan.core.schedule.gather import Gathered
 from ringspan.core.schedule.kernel_launches import KernelLaunch
 from ringspan.core.schedule.schedule import Schedule
+from ringspan.core.schedule.workspace import head_groups
 from ringspan.torch.attention.block import Block, GradientBlock, PackedSpec, PartialBlock, Sums
 from ringspan.torch.attention.calls import Calls
 from ringspan.torch.attention.spec import AttentionSpec
@@ -97,6 +97,8 @@ def num_head_groups(q: Tensor, k: Tensor, schedule: Schedule, blocks: int = 2) -
         schedule.tile_pairs,
         on_cpu=on_cpu,
         blocks=blocks,
+        rank_pairs=schedule.rank_pairs,
+        key_bytes=k.nbytes,
         at_once=torch.get_num_threads() if on_cpu else 1,
     )
 

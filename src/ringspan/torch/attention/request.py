@@ -118,7 +118,8 @@ def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _choose(layout: Layout, keys: Layout, mask: Mask, q: Tensor, k: Tensor, v: Tensor, comm_dtype: str) -> str:
-    speeds = Speeds(*rules_of(q.device).assumed_speeds, _ranks_per_node(layout.ranks))
+    rules = rules_of(q.device)
+    speeds = Speeds(*rules.assumed_speeds, _ranks_per_node(layout.ranks), on_cpu=rules.cuts_for_cores)
     shape = Shape(len(q), q.shape[1], k.shape[1], k.shape[-1], v.shape[-1], k.dtype.itemsize)
     choice = choose_route(layout, mask, shape, speeds, keys, comm_dtype=comm_dtype)
     if choice not in _logged:
