@@ -36,10 +36,8 @@ BITS: dict[str, dict[str, Any]] = {
 
 
 def opened(folder: Path, bits: str, **options: Any) -> Any:
-    config = BitsAndBytesConfig(**BITS[bits])
-    return AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="sdpa", quantization_config=config, **options
-    )
+    options |= {"quantization_config": BitsAndBytesConfig(**BITS[bits]), "device_map": "cpu"}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="sdpa", **options)
 
 
 def adapted(model: Any) -> Any:

@@ -23,10 +23,10 @@ def shard_weights(
 ) -> None:
     """Shard each layer's parameters, then those around them, over the ring, in place; replicas copy."""
     # Gradients are summed over all ranks in float32, or in float64 where parameters are.
-    split_into_parts(model)
     dtype = torch.float32
     for parameter in model.parameters():
         dtype = torch.promote_types(dtype, parameter.dtype) if parameter.is_floating_point() else dtype
+    split_into_parts(model)
     precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=dtype)
     axes = mesh["replicate", "ring"] if mesh["replicate"].size() > 1 else mesh["ring"]
     for module in (*layers, model):

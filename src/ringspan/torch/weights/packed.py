@@ -162,10 +162,20 @@ def parts_in(model: nn.Module) -> set[int]:
     return {id(p) for each in lists if isinstance(each[0], _Packed) for p in each.parameters()}
 
 
+# Integers are no parameters to FSDP2 before torch 2.12; numbers of as many bits are, and nobody computes with them.
+_AS_NUMBERS: Final = {1: torch.float8_e5m2, 2: torch.float16, 4: torch.float32, 8: torch.float64}
+_TAKES_INTEGERS: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+
+
+def _for_fsdp(part: Tensor) -> Tensor:
+    return part if part.is_floating_point() or _TAKES_INTEGERS else part.view(_AS_NUMBERS[part.dtype.itemsize])
+
+
 class _Packed(nn.Module):
     def __init__(self, packing: Packing, parts: dict[str, Tensor]) -> None:
         super().__init__()
-        self._packing, self._names, self._given = packing, [*parts], [*parts.values()]
+        self._packing, self._names, self._given = packing, [*parts], [*map(_for_fsdp, parts.values())]
+        self._dtypes = [part.dtype for part in parts.values()]
         for name, constant in packing.constants.items():
             self.register_buffer(name, constant, persistent=False)
 
@@ -176,6 +186,7 @@ class _Packed(nn.Module):
     def forward(self, *parts: Tensor) -> Any:
         if isinstance(parts[0], Deferred):  # who looks before it is read asks what it is
             parts = tuple(torch.empty(part.shape, dtype=part.dtype) for part in parts)
+        parts = tuple(part.view(dtype) for part, dtype in zip(parts, self._dtypes, strict=True))
         return self._packing.rebuild(dict(zip(self._names, parts, strict=True)) | dict(self.named_buffers()))
 
 
