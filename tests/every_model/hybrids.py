@@ -3,6 +3,7 @@
 from typing import Any, Final
 
 from transformers import CONFIG_MAPPING
+from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 
 DROPOUTS: Final = (
     "attention_dropout", "hidden_dropout", "embd_pdrop", "resid_pdrop", "attn_pdrop", "dropout", "hidden_dropout_prob",
@@ -147,6 +148,9 @@ def hybrid_config(kind: str, **changes: Any) -> Any:
     values = {name: value for name, value in _ALL.items() if hasattr(usual, name)}
     values |= {name: 0.0 for name in DROPOUTS if hasattr(usual, name)}
     values |= (HYBRIDS | INDEXED | LATENT | SEEING_INDEXED)[kind] | changes
+    if "layer_types" in values and "indexed_attention" not in ALLOWED_LAYER_TYPES:  # before transformers 5.20
+        older = f"{'qwen' if kind.startswith('qwen') else 'deepseek'}_sparse_attention"
+        values["layer_types"] = [older if each == "indexed_attention" else each for each in values["layer_types"]]
     made = CONFIG_MAPPING[kind](**{name: value for name, value in values.items() if value is not None})
     made._attn_implementation = made._experts_implementation = "eager"  # others know no float64
     return made
