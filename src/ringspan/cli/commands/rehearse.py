@@ -81,6 +81,7 @@ def _measured(answer: "Plan", measured: "Rehearsal") -> dict[str, Any]:
     return {
         "rank": measured.rank,
         "measured_peak_bytes": measured.peak_bytes,
+        "measured_reserved_bytes": measured.reserved_bytes,
         "measured_bytes": measured.bytes,
         "measured_step_seconds": step_seconds,
         "measured_matmul_utilization": flops / step_seconds / matmul_flops,
@@ -97,10 +98,10 @@ def _show(result: dict[str, Any]) -> None:
     from statistics import median
 
     out = console()
-    names = (*result["bytes"], "peak, kernels' own included")
+    names = (*result["bytes"], "peak, kernels' own included", "held by the allocator")
+    held = {"": result["peak_bytes"] + result["reserve_bytes"], "measured_": result["measured_reserved_bytes"]}
     planned, measured = (
-        (*result[kind].values(), result[peak])
-        for kind, peak in (("bytes", "peak_bytes"), ("measured_bytes", "measured_peak_bytes"))
+        (*result[f"{kind}bytes"].values(), result[f"{kind}peak_bytes"], total) for kind, total in held.items()
     )
     rows = [(name, shown_bytes(p), shown_bytes(m)) for name, p, m in zip(names, planned, measured, strict=True)]
     title = f"rank {result['rank']} of {plan.shown_mesh(result)}, on {result['machine']['device']}: bytes at the peak"

@@ -78,7 +78,7 @@ def trace(config: PreTrainedConfig, setting: Setting, rank: int = 0) -> Trace:
 def prepare(
     model: PreTrainedModel, mesh: DeviceMesh, setting: Setting, *, host_optimizer: type[HostAdamW] = HostAdamW
 ) -> tuple[Any, Optimizer, dict[str, torch.Tensor]]:
-    """Return the model on a mesh, its optimizer and a batch of one repeated token."""
+    """Return the model on a mesh, its optimizer and a batch of random tokens."""
     model = put_on_mesh(model, mesh, setting)
     if setting.optimizer_on_host:
         optimizer: Optimizer = host_optimizer(model.parameters(), lr=1e-4)
@@ -106,9 +106,10 @@ def watch_step(tracker: MemoryTracker, model: nn.Module, optimizer: Optimizer, b
     train_step(tracker, model, optimizer, batch)
 
 
-def _batch(model: nn.Module, mesh: DeviceMesh, setting: Setting) -> dict[str, torch.Tensor]:
+def _batch(model: PreTrainedModel, mesh: DeviceMesh, setting: Setting) -> dict[str, torch.Tensor]:
     padded = batch_layout(setting.layout, setting.length, setting.ring, folds=setting.folds).padded_length
-    tokens = torch.zeros(setting.batch, padded, dtype=torch.int64)
+    # Not one token again and again, which routers would send to the same few experts.
+    tokens = torch.randint(model.config.get_text_config().vocab_size, (setting.batch, padded))
     device = next(model.parameters()).device
     split: Any = {"layout": setting.layout, "folds": setting.folds}
     return shard_batch({"input_ids": tokens, "labels": tokens}, mesh, **split, device=device)

@@ -3,7 +3,7 @@
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Final
@@ -36,6 +36,8 @@ class Rehearsal:
 
     rank: int
     peak_bytes: int
+    reserved_bytes: int
+    """The most that the allocator held of the device; on a CPU the peak."""
     bytes: dict[str, int]
     step_seconds: float
     layer_seconds: tuple[tuple[float, float], ...]
@@ -50,10 +52,14 @@ def rehearse_plan(
     device = local_device()
     setting = replace(answer.setting, on_gpu=device.type == "cuda")
     shape = answer.question.shape
-    _refuse_more_than(host_memory_bytes(), setting.parameter_bytes * shape.parameters, "the whole model", "this host")
+    whole = setting.parameter_bytes * shape.parameters
+    is_on_device = device.type == "cuda" and whole < 0.8 * torch.cuda.mem_get_info(device)[0]
+    if not is_on_device:
+        _refuse_more_than(host_memory_bytes(), whole, "the whole model", "this host")
     has = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else host_memory_bytes()
     _refuse_more_than(has, training_memory(shape, setting).peak_bytes, "a rank of this step", f"this {device.type}")
-    return rehearse(dryrun.hugging_face_config(shape, setting.length), setting, rank, bandwidth, doing)
+    config = dryrun.hugging_face_config(shape, setting.length)
+    return rehearse(config, setting, rank, bandwidth, doing, made_on=device if is_on_device else None)
 
 
 def refuse_local_ranks(shape: ModelShape, setting: Setting) -> None:
@@ -87,11 +93,13 @@ def rehearse(
     rank: int,
     bandwidth: float,
     doing: Callable[[str], None] = lambda what: None,
+    made_on: torch.device | None = None,
 ) -> Rehearsal:
     """Run training steps as ``rank`` of ``ring x replicate`` on this process's device.
 
     ``peak_bytes``: the most that the allocator gave out in a step, kernels' buffers included; ``bytes``: tensors at
-    their highest moment by category. Blocks arrive at ``bandwidth`` bytes/s.
+    their highest moment by category. Blocks arrive at ``bandwidth`` bytes/s. The whole model is made on the host, or
+    ``made_on`` the device, a hundred times as fast.
     """
     dryrun.check_rank(config, setting, rank)
     device = local_device()
@@ -102,7 +110,8 @@ def rehearse(
         transport_registered(mesh["ring"].get_group(), lambda signature: FakeTransport(arrivals)),
     ):
         doing(f"rehearsing rank {rank}: building the model")
-        model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setting.parameter_dtype)).train()
+        with made_on or nullcontext():
+            model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, setting.parameter_dtype)).train()
         model, optimizer, batch = dryrun.prepare(model, mesh, setting)
         with MemoryTracker() as tracker:  # from the first step on, in which FSDP makes its buffers
             arrivals.seen = tracker.communicate
@@ -116,16 +125,20 @@ def rehearse(
             train_step(MemoryTracker(), model, optimizer, batch)
 
         timed = []
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
         for number in range(_TIMED_STEPS):
             doing(f"time: step {number + 1} of {_TIMED_STEPS}")
             timed.append(_timed_step(step, model, device, arrivals))
         doing("what kernels hold: the last step")
         held = torch.cuda.memory_allocated(device) if device.type == "cuda" else tracker.moments[-1].total_bytes
         peak = held + allocated_bytes(step)
+        reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak
     typical = sorted(timed, key=lambda each: each.seconds)[len(timed) // 2]
     return Rehearsal(
         rank=rank,
         peak_bytes=peak,
+        reserved_bytes=reserved,
         bytes=tracker.peak.bytes,
         step_seconds=typical.seconds,
         layer_seconds=typical.layers,
