@@ -1,5 +1,6 @@
 """One long-lived pool of gloo ranks for all distributed tests: starting processes for each case is what makes suites
-slow.
+slow. On a machine with a GPU, the same tests run on ranks that share it over NCCL (from 2.30 on, see
+test_two_ranks_on_one_gpu.py): ``RINGSPAN_TEST_DEVICE=cuda pytest tests/torch/memory/test_folds.py``.
 """
 
 import faulthandler
@@ -11,6 +12,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -20,13 +22,16 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed import ProcessGroupGloo
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_map_only
 
+import ringspan as rs
 from ringspan.torch.runtime.forks import settle
 from ringspan.torch.runtime.mesh import make_mesh
 from ringspan.torch.runtime.timeout import take_timeout
 from ringspan.torch.transport import shared_memory as shared
 
 SIZE = 4
+DEVICE = os.environ.get("RINGSPAN_TEST_DEVICE", "cpu")
 TIMEOUT_SECONDS = 100
 
 
@@ -39,7 +44,8 @@ class Pool:
     making one takes every process.
     """
 
-    start_method = "forkserver"  # "fork" in a process that has imported what ranks need, as planted bugs do
+    # "fork" in a process that has imported what ranks need, as planted bugs do.
+    start_method = "forkserver" if DEVICE == "cpu" else "spawn"
 
     def __init__(self, size: int = SIZE, *, launched: bool = False, timeout_seconds: int = TIMEOUT_SECONDS) -> None:
         self.size, self._launched, self._timeout = size, launched, timeout_seconds
@@ -140,7 +146,11 @@ def _serve(rank: int, pipe: Connection, store: str, size: int, launched: bool, t
     # Rings of three talk through sockets, as between hosts, so that the tests go both ways.
     shared._anonymous_file = lambda ranks: None if ranks == 3 else share(ranks)
     timeout = timedelta(seconds=0.6 * timeout_seconds)  # ranks that wait for each other say so before we do
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
+    if DEVICE == "cuda":
+        torch.cuda.set_device(0)
+        rs.shard_batch = partial(rs.shard_batch, device=torch.device("cuda"))  # the tests' batches are on the CPU
+    backend = "nccl" if DEVICE == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
     meshes = {
         (ranks, replicate, tp): _mesh(ranks, replicate, tp, size)
         for ranks in range(1, size + 1)
@@ -160,7 +170,7 @@ def _serve(rank: int, pipe: Connection, store: str, size: int, launched: bool, t
             return
         torch.manual_seed(0)  # whatever ran before
         try:
-            result = function(meshes[shape], *args)
+            result = tree_map_only(torch.Tensor, torch.Tensor.cpu, function(meshes[shape], *args))
         except BaseException as error:
             error.add_note(f"on rank {rank}:\n{traceback.format_exc()}")
             result = error
@@ -185,10 +195,10 @@ def _share_loop() -> None:
 
 def _mesh(ranks: int, replicate: int, tp: int, size: int) -> DeviceMesh:
     if ranks == size:  # as users' meshes are; one of fewer ranks cannot make groups by itself
-        return make_mesh("cpu", replicate, ranks // (replicate * tp), tp)
+        return make_mesh(DEVICE, replicate, ranks // (replicate * tp), tp)
     axes, shape = ("replicate", "ring", "tp"), (replicate, -1, tp)
     num_axes = 3 if tp > 1 else 2
-    mesh = DeviceMesh("cpu", torch.arange(ranks).view(shape[:num_axes]), mesh_dim_names=axes[:num_axes])
+    mesh = DeviceMesh(DEVICE, torch.arange(ranks).view(shape[:num_axes]), mesh_dim_names=axes[:num_axes])
     if dist.get_rank() < ranks:
         take_timeout(mesh)
     return mesh

@@ -149,13 +149,15 @@ def summary(rows: dict[str, Any]) -> dict[str, Any]:
             share = results[name]["transfer_share"][kind]
             found[f"{name} {kind} transfers"] = {"measured": share, "at_most": MOST_TRANSFER_SHARE}
     for name in STEPS.keys() & results.keys():
-        step, traced = results[name], results.get(name.replace("llama", "trace"))
+        step, traced = results[name], results.get(f"trace-{name}")
         if "facts" in results:
             share = step["flops_per_second"] / results["facts"]["matmul_flops_per_second"]
             found[f"{name} of matmul"] = {"measured": share, "at_least": LEAST_SHARE_OF_MATMUL}
         if traced and "peak_bytes" in step:
             ratio = step["peak_bytes"] / traced["peak_bytes"]
-            found[f"{name} memory over trace"] = {"measured": ratio, "at_least": 0.95, "at_most": 1.05}
+            found[f"{name} memory over trace"] = {"measured": ratio, "at_least": 0.97, "at_most": 1.03}
+            ratio = step["reserved_bytes"] / step["peak_bytes"]
+            found[f"{name} reserve over peak"] = {"measured": ratio, "at_most": 1.08}
     return dict(sorted(found.items()))
 
 

@@ -6,9 +6,10 @@ from dataclasses import replace
 from statistics import median
 from typing import Any, Final
 
-import numpy as np
 import torch
 
+from benchmarks.gpu.documents import documents
+from benchmarks.gpu.host import ROWS as HOST
 from benchmarks.gpu.kernels import Case, compare
 from benchmarks.gpu.step import Row, Step, measured, traced
 from ringspan.measure.bench.ring import PlayedRank, RingCase, run, timed
@@ -155,16 +156,6 @@ def profile(quick: bool) -> dict[str, Any]:
     return found
 
 
-def documents(total: int, mean: int, seed: int = 0) -> str:
-    """Lengths of documents around a mean, the same every time."""
-    lengths: list[int] = []
-    generator = np.random.default_rng(seed)
-    while sum(lengths) < total:
-        lengths.append(int(generator.integers(mean // 4, 2 * mean - mean // 4)))
-    lengths[-1] -= sum(lengths) - total
-    return "documents:" + ",".join(str(length) for length in lengths if length)
-
-
 def _seconds(function: Callable[[], Any]) -> float:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return median([timed(function, device) for _ in range(12)][2:])
@@ -182,12 +173,20 @@ _FLEX: Final = [
     Case(mask=mask, tokens=65536, has_flex=True) for mask in (documents(65536, 2048), "window:4096", "causal")
 ]
 STEPS: Final = {
-    "llama-4x32k": Step(ring=4, tokens=32768),
+    "llama-8x4k": Step(ring=8, tokens=4096),
     "llama-8x16k": Step(ring=8, tokens=16384),
+    "llama-8x1k": Step(ring=8, tokens=1024, repeats=3),
+    "llama-8x4k-documents": Step(ring=8, tokens=4096, documents=2048, repeats=4),
+    "moe-8x4k": Step(ring=8, tokens=4096, model="qwen3-30b-a3b"),
+    "hybrid-8x4k": Step(ring=8, tokens=4096, model="qwen3.5-9b"),
+    "lora-8x4k": Step(ring=8, tokens=4096, lora=True),
+    "folds-1x64k-once": Step(ring=1, tokens=65536, model="llama-3.2-1b", repeats=1),
+    "folds-1x64k-8": Step(ring=1, tokens=65536, model="llama-3.2-1b", folds=8, repeats=1),
+    "llama-4x32k": Step(ring=4, tokens=32768, repeats=1),
+    "llama-4x8k": Step(ring=4, tokens=8192),
+    "llama-8x4k-compile": Step(ring=8, tokens=4096, compile=True),
     "llama-4x32k-full": Step(ring=4, tokens=32768, checkpoint="full", repeats=1),
     "llama-8x16k-full": Step(ring=8, tokens=16384, checkpoint="full", repeats=1),
-    "llama-4x8k": Step(ring=4, tokens=8192),
-    "llama-8x4k": Step(ring=8, tokens=4096),
     "llama-4x32k-offload": Step(ring=4, tokens=32768, offload="activations", repeats=1),
     "llama-4x32k-compile": Step(ring=4, tokens=32768, compile=True),
     "llama-8x64k-offload": Step(ring=8, tokens=65536, offload="activations", repeats=1),
@@ -215,10 +214,16 @@ ROWS: Final[dict[str, Row]] = {
     "ring-32k": _ring(tokens=32768, repeats=3),
     **{name.replace("ring", "gathered"): _ring(route="all-gather", **changes) for name, changes in _GATHERED.items()},
     "gathered-documents-changing": changing_documents(route="all-gather"),
+    **{
+        f"gathered-{name}-flash4": _ring(route="all-gather", kernel="flash4", **_GATHERED[f"ring-{name}"])
+        for name in ("8k", "8k-rank7", "documents", "window", "32k")
+    },
+    "gathered-documents-changing-flash4": changing_documents(route="all-gather", kernel="flash4"),
     "documents-changing-cudnn": changing_documents(kernel="cudnn"),
     "profile-balanced": profile,
+    **HOST,
     **{case.name: compare(case) for case in (*_cases(128), *_cases(64), *_FLEX)},
     **{name: measured(step) for name, step in STEPS.items()},
     "ring-8k-flash": _ring(kernel="flash", repeats=3),
-    **{name.replace("llama", "trace"): traced(step) for name, step in STEPS.items() if not step.compile},
+    **{f"trace-{name}": traced(step) for name, step in STEPS.items() if step.can_be_traced},
 }

@@ -1,13 +1,15 @@
-"""One rank's training step of a Llama 3.1 8B on one device, and the peak that the dry run expects of it."""
+"""One rank's training step of a large model on one device, and the peak that the dry run expects of it."""
 
+import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from transformers import LlamaConfig
 
 import ringspan as rs
+from benchmarks.gpu.documents import lengths_of
 from ringspan.core.names import CheckpointName, OffloadName
 from ringspan.measure.bench.ring import timed
 from ringspan.measure.trace.dry_run import fake_mesh, hugging_face_config, trace
@@ -26,10 +28,20 @@ class Step:
 
     ring: int
     tokens: int
+    model: str = "llama-3.1-8b"
+    lora: bool = False
+    """Adapters over weights in nf4."""
+    documents: int = 0
+    """Their mean length, 0 for one sequence; new ones in each step."""
+    folds: int = 1
     checkpoint: CheckpointName = "attention"
     offload: OffloadName = "none"
     compile: bool = False
     repeats: int = 2
+
+    @property
+    def can_be_traced(self) -> bool:
+        return not (self.compile or self.lora or self.documents)
 
     @property
     def setting(self) -> Setting:
@@ -40,19 +52,25 @@ class Step:
             checkpoint=self.checkpoint,
             offload=self.offload,
             compile=self.compile,
+            folds=self.folds,
             parameter_dtype="bfloat16",
+            compute_dtype=None if self.lora else "bfloat16",  # pyright: ignore  # packed weights are not cast
         )
 
 
 def _sized(step: Step, quick: bool) -> tuple[Step, ModelShape]:
     """A step and its model, or both small for a dry run of the script."""
     if not quick:
-        return step, model_shape("llama-3.1-8b")
-    config = LlamaConfig(
-        num_hidden_layers=1, hidden_size=32, num_attention_heads=2, num_key_value_heads=1, intermediate_size=64,
-        vocab_size=128,
-    )  # fmt: skip
-    return replace(step, tokens=16, compile=False), from_config(config.to_dict(), "tiny")
+        return step, model_shape(step.model)
+    small = {
+        "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32,
+        "intermediate_size": 64, "vocab_size": 128, "num_experts": 4, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32,
+    }  # fmt: skip
+    config = json.loads(model_shape(step.model).config) | small
+    if "layer_types" in config:
+        config["layer_types"] = ["full_attention", config["layer_types"][0]]
+    return replace(step, tokens=64, documents=min(step.documents, 50), compile=False), from_config(config, "tiny")
 
 
 def measured(step: Step) -> Row:
@@ -78,17 +96,24 @@ def _measure(step: Step, shape: ModelShape) -> dict[str, Any]:
     is_cuda = torch.cuda.is_available()
     device = torch.device("cuda" if is_cuda else "cpu")
     with fake_mesh(setting, 0, device.type) as mesh:
+        config = hugging_face_config(shape, setting.length)
         with device:
-            config = hugging_face_config(shape, setting.length)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
+        if step.lora:
+            model = _adapted(model)
         parameters = sum(p.numel() for p in model.parameters())
         model = put_on_mesh(model, mesh, setting)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-6)
 
-        def one(tokens: int) -> None:
-            ids = torch.zeros(1, step.ring * tokens, dtype=torch.int64)
-            batch = rs.shard_batch({"input_ids": ids, "labels": ids}, mesh, layout=setting.layout, device=device)
-            model(**batch).loss.backward()
+        def one(tokens: int, draw: int = 0) -> None:
+            # Not one token again and again, which an expert's router would send to the same few experts.
+            ids = torch.randint(config.vocab_size, (1, step.ring * tokens))
+            batch = {"input_ids": ids, "labels": ids}
+            if step.documents:
+                lengths = lengths_of(ids.shape[1], step.documents, draw)
+                batch["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
+            split: Any = {"layout": setting.layout, "folds": step.folds}
+            model(**rs.shard_batch(batch, mesh, **split, device=device)).loss.backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -96,11 +121,27 @@ def _measure(step: Step, shape: ModelShape) -> dict[str, Any]:
         if is_cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        seconds = [timed(lambda: one(step.tokens), device) for _ in range(step.repeats)]
+        seconds = [timed(lambda draw=draw: one(step.tokens, draw), device) for draw in range(1, step.repeats + 1)]
     flops = model_flops(shape, setting.length) / step.ring
     found = {"step": asdict(step), "parameters": parameters, "step_seconds": seconds, "flops_per_step": flops}
     found |= {"tokens_per_second_per_rank": step.tokens / min(seconds), "flops_per_second": flops / min(seconds)}
     if is_cuda:
         found["peak_bytes"] = torch.cuda.max_memory_allocated()
         found["reserved_bytes"] = torch.cuda.max_memory_reserved()
+        found["allocator"] = os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     return found
+
+
+def _adapted(model: Any) -> Any:
+    """Adapters on all matrices but the head, whose weights are packed in nf4."""
+    import bitsandbytes as bnb
+    from peft import LoraConfig, get_peft_model
+
+    for name, module in list(model.model.named_modules()):
+        if type(module) is torch.nn.Linear:
+            packed = bnb.nn.Linear4bit(
+                module.in_features, module.out_features, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4"
+            )
+            packed.weight = bnb.nn.Params4bit(module.weight.data, requires_grad=False, quant_type="nf4")
+            model.model.set_submodule(name, packed.to(module.weight.device))
+    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=16, target_modules="all-linear"))

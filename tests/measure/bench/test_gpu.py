@@ -8,7 +8,8 @@ import torch
 
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import session
-from benchmarks.gpu.rows import ROWS, documents
+from benchmarks.gpu.documents import documents
+from benchmarks.gpu.rows import ROWS
 
 
 @pytest.mark.long
