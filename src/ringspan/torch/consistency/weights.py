@@ -69,5 +69,5 @@ def _broadcast(tensor: Tensor, mesh: DeviceMesh) -> None:
     message = tensor.to(mesh.device_type).contiguous()
     for axis in mesh.mesh_dim_names or ():
         group = mesh[axis].get_group()
-        dist.broadcast(message, src=dist.get_global_rank(group, 0), group=group)
+        dist.broadcast(message.flatten().view(torch.uint8), src=dist.get_global_rank(group, 0), group=group)
     tensor.copy_(message)

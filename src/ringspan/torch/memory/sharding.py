@@ -23,11 +23,11 @@ def shard_weights(
 ) -> None:
     """Shard each layer's parameters, then those around them, over the ring, in place; replicas copy."""
     # Gradients are summed over all ranks in float32, or in float64 where parameters are.
-    dtype = torch.float32
-    for parameter in model.parameters():
-        dtype = torch.promote_types(dtype, parameter.dtype) if parameter.is_floating_point() else dtype
+    is_double = any(p.dtype == torch.float64 and p.requires_grad for p in model.parameters())
     split_into_parts(model)
-    precision = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=dtype)
+    precision = MixedPrecisionPolicy(
+        param_dtype=compute_dtype, reduce_dtype=torch.float64 if is_double else torch.float32
+    )
     axes = mesh["replicate", "ring"] if mesh["replicate"].size() > 1 else mesh["ring"]
     for module in (*layers, model):
         fully_shard(module, mesh=axes, mp_policy=precision)

@@ -28,7 +28,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.core.messages.lines import refused
 from ringspan.torch.weights.deferred import Deferred, held_regions, part, region_of, sources_of, whole
 from ringspan.torch.weights.files import WeightFiles
-from ringspan.torch.weights.packed import settle_packed
+from ringspan.torch.weights.packed import CARRIER, settle_packed
 
 _NUMBERS: Final = 1 << 24  # at a time, of which torch may make a copy
 
@@ -51,7 +51,7 @@ def named_in(model: nn.Module, part: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def _num_not_finite(weight: Tensor, *, masks: bool) -> int:
-    known = weight.is_floating_point() and weight.dtype != torch.float4_e2m1fn_x2
+    known = weight.is_floating_point() and weight.dtype not in (torch.float4_e2m1fn_x2, CARRIER)
     if not known or weight.is_meta or isinstance(weight, DTensor):
         return 0
     count = 0
@@ -232,7 +232,8 @@ def fill_shards(model: nn.Module, sources: dict[str, Deferred]) -> Exception | N
             continue
         message = local.contiguous()
         for axis in copies:
-            dist.broadcast(message, group=mesh.get_group(axis), group_src=0)
+            # In bytes: gloo knows no numbers of 8 bits.
+            dist.broadcast(message.flatten().view(torch.uint8), group=mesh.get_group(axis), group_src=0)
         if message is not local and copies:
             local.copy_(message)
     return problem

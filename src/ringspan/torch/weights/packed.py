@@ -162,8 +162,9 @@ def parts_in(model: nn.Module) -> set[int]:
     return {id(p) for each in lists if isinstance(each[0], _Packed) for p in each.parameters()}
 
 
+CARRIER: Final = torch.float8_e5m2  # of which nobody has weights
 # Integers are no parameters to FSDP2 before torch 2.12; numbers of as many bits are, and nobody computes with them.
-_AS_NUMBERS: Final = {1: torch.float8_e5m2, 2: torch.float16, 4: torch.float32, 8: torch.float64}
+_AS_NUMBERS: Final = {1: CARRIER, 2: torch.float16, 4: torch.float32, 8: torch.float64}
 _TAKES_INTEGERS: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 
 
