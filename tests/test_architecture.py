@@ -26,7 +26,7 @@ FLOORS = (
     {"core"},
     {"gpu"},
     {"torch", "jax"},
-    {"checkpoints", "plan", "conformance"},
+    {"checkpoints", "plan"},
     {"measure", "generate", "hf", "lightning"},
     {"report", "evaluate"},
     {"train"},

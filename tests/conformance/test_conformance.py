@@ -9,10 +9,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from typer.testing import CliRunner
 
-from ringspan.conformance import own
-from ringspan.conformance.__main__ import app, judged
-from ringspan.conformance.cases import CASES, Setting
-from ringspan.conformance.ranks import outcome
+from benchmarks.conformance import own
+from benchmarks.conformance.__main__ import app, judged
+from benchmarks.conformance.cases import CASES, Setting
+from benchmarks.conformance.ranks import outcome
 from tests.cases import refusals
 from tests.conformance import wrong
 from tests.pool import Pool

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ringspan.conformance.own import mask_of
+from benchmarks.conformance.own import mask_of
 from ringspan.core.geometry.layout import Layout
 
 KEPT: dict[Any, Any] = {}

@@ -141,7 +141,7 @@ def reader(folder: Path) -> None:
 
 
 _OWN_ATTENTION: Final = """
-from ringspan.conformance.own import attention as own
+from benchmarks.conformance.own import attention as own
 
 def my_ring_attention(q, k, v, *, causal, document_lengths, length, group):
     return own(q, k, v, causal=causal, window=None, documents=document_lengths, length=length, group=group)

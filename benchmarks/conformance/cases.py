@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
-from ringspan.conformance.own import mask_of
+from benchmarks.conformance.own import mask_of
 from ringspan.core import reference
 from ringspan.core.geometry.layout import Layout
 

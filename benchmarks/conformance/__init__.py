@@ -1,4 +1,4 @@
-"""Tests for other implementations: ``python -m ringspan.conformance --attention my_module:attention``.
+"""Tests for other implementations: ``python -m benchmarks.conformance --attention my_module:attention``.
 
 The function is called on every rank with that rank's shards, and returns the result's::
 

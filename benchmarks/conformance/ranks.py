@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 
-from ringspan.conformance.cases import CASES, Parts, Problem, Setting
+from benchmarks.conformance.cases import CASES, Parts, Problem, Setting
 from ringspan.core.messages.lines import one_line
 
 READY: Final = "ready"

@@ -1,4 +1,4 @@
-"""``python -m ringspan.conformance``: run every case against a given attention, and explain the results."""
+"""``python -m benchmarks.conformance``: run every case against a given attention, and explain the results."""
 
 import json
 import sys
@@ -10,8 +10,8 @@ from typing import Annotated, Any, Final
 import torch
 import typer
 
-from ringspan.conformance.cases import CASES, Case
-from ringspan.conformance.ranks import Ranks, find, is_unsupported, joined
+from benchmarks.conformance.cases import CASES, Case
+from benchmarks.conformance.ranks import Ranks, find, is_unsupported, joined
 from ringspan.core.messages.numbers import numbers_in
 from ringspan.core.names import LAYOUT_NAMES
 
@@ -20,7 +20,7 @@ MOST_SECONDS: Final = 86_400
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
-@app.command(epilog="Example: python -m ringspan.conformance --attention my_module:attention --layout contiguous")
+@app.command(epilog="Example: python -m benchmarks.conformance --attention my_module:attention --layout contiguous")
 def main(
     attention: Annotated[str, typer.Option(help="Your function, as module:function; the contract is in the docs.")],
     loss: Annotated[
@@ -43,7 +43,7 @@ def main(
             if name is not None:
                 find(name)
     except ValueError as error:
-        typer.echo(f"ringspan.conformance: {error}", err=True)
+        typer.echo(f"benchmarks.conformance: {error}", err=True)
         raise typer.Exit(2) from None
     rows: list[dict[str, Any]] = []
     for size in sizes:
