@@ -64,7 +64,7 @@ def shared_prefixes() -> str:
     rows: list[Sequence[object]] = []
     for prompt, group, completion in _GROUPS:
         ways = compare_group(question, group, prompt, completion)
-        tree, each = ways["tree"], ways["rows"]
+        tree, each = (way | {"bytes": way["peak_bytes"] + way["reserve_bytes"]} for way in ways.values())
 
         def shown(name: str, form: Callable[[float], str], tree: Any = tree, each: Any = each) -> str:
             return f"{form(each[name])} → {form(tree[name])} ({tree[name] / each[name]:.0%})"
@@ -75,7 +75,7 @@ def shared_prefixes() -> str:
                 f"{group} of {completion:,}",
                 shown("tokens", lambda value: f"{value:,}"),
                 shown("pairs", lambda value: f"{value / 1e6:,.1f}M"),
-                shown("peak_bytes", shown_bytes),
+                shown("bytes", shown_bytes),
                 shown("step_seconds", shown_seconds),
             )
         )
