@@ -119,7 +119,9 @@ def test_no_rank_takes_much_longer_than_those_that_are_looked_at(layout, ranks, 
         way = route.backward if is_backward else route
         looked_at = timing.passes(split, mask, route, HEADS, speeds, is_backward=is_backward)
         for rank in range(ranks):
-            part = timing._part(make_schedule(split, mask, rank, split, way), HEADS)
+            part = timing._part(
+                make_schedule(split, mask, rank, split, way), split.tokens_per_rank, HEADS, speeds, "exact"
+            )
             one = timing._walk(part, speeds, is_backward=is_backward)
             assert one.seconds < 1.1 * timing.slowest(looked_at).seconds, name
 
