@@ -176,7 +176,7 @@ def test_folds_keep_what_is_planned_between_passes(pool, kind):
         assert pool.run(held_in_folds, 2, kind, setting) == pytest.approx([planned] * 2, rel=1e-3)
 
 
-@pytest.mark.parametrize(("checkpoint", "offload"), [("full", "activations"), ("attention", "none")])
+@pytest.mark.parametrize(("checkpoint", "offload"), [*long(("full", "activations")), ("attention", "none")])
 def test_longer_sequences_in_more_folds_are_planned(checkpoint, offload):
     config, found = models.config("llama", **WIDE | THIN), list[int]()
     for folds in (5, 6):  # two folds with float32 gradients are at hand at once, from five on
@@ -248,7 +248,7 @@ def received_in_a_step(mesh, config, setting):
     return received.num_bytes
 
 
-@pytest.mark.parametrize("folds", [1, 3])
+@pytest.mark.parametrize("folds", [*long(1), 3])
 def test_weights_are_gathered_as_often_as_planned(pool, folds):
     """By each fold, layer by layer: a layer's are sharded again when it is done."""
     setting = Setting(length=768, ring=2, folds=folds)
