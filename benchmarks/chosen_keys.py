@@ -1,9 +1,9 @@
 """A layer whose index chooses 256 keys: two ranks, one process of the same code, transformers' dense mask, and memory.
 
-python -m benchmarks.chosen_keys > benchmarks/results/chosen-keys-cpu.json    (two cores, 16 GB, nothing else running)
+    python -m benchmarks.chosen_keys > benchmarks/results/chosen-keys-cpu.json  # two cores, 16 GB, nothing else running
 
-Each case is a process of its own: two ranks have a thread each, one process has two. Memory is what the step of one
-process holds by torch's own storages, beside the weights.
+Each case is a process of its own: two ranks have a thread each, one process has two. transformers is compared with one
+process on a shorter sequence. Memory: tensors of one process's step, by category.
 """
 
 import argparse

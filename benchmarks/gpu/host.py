@@ -1,4 +1,4 @@
-"""What a step makes the host do: waits for the device, compilations; and what deterministic mode costs."""
+"""Host waits and compilations of a step, and the cost of deterministic mode."""
 
 import time
 import warnings
@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import ringspan as rs
-from benchmarks.gpu.documents import documents, lengths_of
+from benchmarks.gpu.documents import batch_of, documents
 from benchmarks.gpu.step import Row
 from ringspan.measure.bench.ring import timed
 from ringspan.measure.trace.dry_run import fake_mesh
@@ -51,13 +51,9 @@ def _stepping(kind: str, num_layers: int, tokens: int, *, is_packed: bool, compi
         with device:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).train()
         model = put_on_mesh(model, mesh, setting)
-        ids = torch.randint(config.vocab_size, (1, setting.length))
 
         def take(draw: int, around: Callable[[], Any] | None = None) -> Any:
-            batch = {"input_ids": ids, "labels": ids}
-            if is_packed:
-                lengths = lengths_of(setting.length, tokens // 2, draw)
-                batch["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
+            batch = batch_of(config.vocab_size, setting.length, tokens // 2 * is_packed, draw)
             local = rs.shard_batch(batch, mesh, layout=setting.layout, device=device)
             if device.type == "cuda":
                 torch.cuda.synchronize()
@@ -90,7 +86,7 @@ def _waits() -> Any:
 
 
 def waits(kind: str, quick: bool, *, is_packed: bool = True, compile: bool = False) -> dict[str, Any]:
-    """How often the host waits for the device in a second step, and in each layer: by models of 2 and 6 layers."""
+    """Host waits for the device in a second step, by place, and per layer: from models of 2 and 6 layers."""
     found: dict[str, Any] = {}
     for num_layers in (2, 6):
         with _stepping(kind, num_layers, 64 if quick else 1024, is_packed=is_packed, compile=compile) as take:
@@ -101,7 +97,7 @@ def waits(kind: str, quick: bool, *, is_packed: bool = True, compile: bool = Fal
 
 
 def recompiles(quick: bool) -> dict[str, Any]:
-    """Graphs that were compiled until each of some steps over new documents, its seconds, and those of it again."""
+    """Graphs compiled up to each step over new documents, and seconds of that step and of its repetition."""
     counters = torch._dynamo.utils.counters["stats"]  # pyright: ignore
     found: dict[str, Any] = {}
     for name in ("eager", "compiled"):
@@ -121,7 +117,7 @@ def recompiles(quick: bool) -> dict[str, Any]:
 
 
 def determinism(quick: bool) -> dict[str, Any]:
-    """Whether passes repeat bit for bit in PyTorch's deterministic mode and out of it, and their seconds."""
+    """Bitwise repeatability of passes, and their seconds, with and without PyTorch's deterministic mode."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     length, heads = (64, 2) if quick else (8192, 32)
     generator = torch.Generator(device).manual_seed(0)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import ringspan as rs
-from benchmarks.gpu.documents import lengths_of
+from benchmarks.gpu.documents import batch_of
 from ringspan.core.names import CheckpointName, OffloadName
 from ringspan.measure.bench.ring import timed
 from ringspan.measure.trace.dry_run import fake_mesh, hugging_face_config, trace
@@ -106,12 +106,7 @@ def _measure(step: Step, shape: ModelShape) -> dict[str, Any]:
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-6)
 
         def one(tokens: int, draw: int = 0) -> None:
-            # Not one token again and again, which an expert's router would send to the same few experts.
-            ids = torch.randint(config.vocab_size, (1, step.ring * tokens))
-            batch = {"input_ids": ids, "labels": ids}
-            if step.documents:
-                lengths = lengths_of(ids.shape[1], step.documents, draw)
-                batch["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None]
+            batch = batch_of(config.vocab_size, step.ring * tokens, step.documents, draw)
             split: Any = {"layout": setting.layout, "folds": step.folds}
             model(**rs.shard_batch(batch, mesh, **split, device=device)).loss.backward()
             optimizer.step()

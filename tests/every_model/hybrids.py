@@ -148,7 +148,7 @@ def hybrid_config(kind: str, **changes: Any) -> Any:
     values = {name: value for name, value in _ALL.items() if hasattr(usual, name)}
     values |= {name: 0.0 for name in DROPOUTS if hasattr(usual, name)}
     values |= (HYBRIDS | INDEXED | LATENT | SEEING_INDEXED)[kind] | changes
-    if "layer_types" in values and "indexed_attention" not in ALLOWED_LAYER_TYPES:  # before transformers 5.20
+    if "layer_types" in values and "indexed_attention" not in ALLOWED_LAYER_TYPES:  # older transformers
         older = f"{'qwen' if kind.startswith('qwen') else 'deepseek'}_sparse_attention"
         values["layer_types"] = [older if each == "indexed_attention" else each for each in values["layer_types"]]
     made = CONFIG_MAPPING[kind](**{name: value for name, value in values.items() if value is not None})

@@ -176,7 +176,7 @@ def test_folds_keep_what_is_planned_between_passes(pool, kind):
         assert pool.run(held_in_folds, 2, kind, setting) == pytest.approx([planned] * 2, rel=1e-3)
 
 
-@pytest.mark.parametrize(("checkpoint", "offload"), [*long(("full", "activations")), ("attention", "none")])
+@pytest.mark.parametrize(("checkpoint", "offload"), [("full", "activations"), *long(("attention", "none"))])
 def test_longer_sequences_in_more_folds_are_planned(checkpoint, offload):
     config, found = models.config("llama", **WIDE | THIN), list[int]()
     for folds in (5, 6):  # two folds with float32 gradients are at hand at once, from five on

@@ -79,7 +79,7 @@ def head_groups(
     if ranks == 1:
         return 1
     worth = WORTH_A_CALL_ON_CPU if on_cpu else WORTH_A_CALL
-    if blocks > ranks and not on_cpu:
+    if blocks > ranks and not on_cpu:  # a gathered pass, which computes all of the rank's pairs in a call
         worth, tile_pairs = WORTH_A_GATHER, rank_pairs
     divisors = [n for n in range(1, num_kv_heads + 1) if num_kv_heads % n == 0]
     fitting = (

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.core.messages.lines import few
-from ringspan.torch.transport.collectives import gather_over
+from ringspan.torch.transport.collectives import gather_over, take_first
 from ringspan.torch.transport.digest import digest_values
 from ringspan.torch.weights.loading import refuse_not_finite
 from ringspan.torch.weights.packed import plain_parts
@@ -68,6 +68,5 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _broadcast(tensor: Tensor, mesh: DeviceMesh) -> None:
     message = tensor.to(mesh.device_type).contiguous()
     for axis in mesh.mesh_dim_names or ():
-        group = mesh[axis].get_group()
-        dist.broadcast(message.flatten().view(torch.uint8), src=dist.get_global_rank(group, 0), group=group)
+        take_first(message, mesh[axis].get_group())
     tensor.copy_(message)

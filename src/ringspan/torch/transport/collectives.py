@@ -44,6 +44,12 @@ def from_first_rank(function: Callable[[], T]) -> T:
     return value
 
 
+def take_first(message: Tensor, group: dist.ProcessGroup) -> None:
+    """Overwrite a contiguous tensor of any dtype by that of a group's first rank."""
+    # As bytes: gloo has no numbers of 8 bits.
+    dist.broadcast(message.flatten().view(torch.uint8), group_src=0, group=group)
+
+
 class Sum(torch.autograd.Function):
     """Sum over groups' ranks; each rank uses the whole sum, and its gradient is the rank's own part."""
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -26,9 +25,10 @@ from transformers.models.auto.modeling_auto import (
 
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.lines import refused
+from ringspan.torch.transport.collectives import take_first
 from ringspan.torch.weights.deferred import Deferred, held_regions, part, region_of, sources_of, whole
 from ringspan.torch.weights.files import WeightFiles
-from ringspan.torch.weights.packed import CARRIER, settle_packed
+from ringspan.torch.weights.packed import INTEGER_CARRIER, settle_packed
 
 _NUMBERS: Final = 1 << 24  # at a time, of which torch may make a copy
 
@@ -51,7 +51,7 @@ def named_in(model: nn.Module, part: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 @torch.no_grad()
 def _num_not_finite(weight: Tensor, *, masks: bool) -> int:
-    known = weight.is_floating_point() and weight.dtype not in (torch.float4_e2m1fn_x2, CARRIER)
+    known = weight.is_floating_point() and weight.dtype not in (torch.float4_e2m1fn_x2, INTEGER_CARRIER)
     if not known or weight.is_meta or isinstance(weight, DTensor):
         return 0
     count = 0
@@ -232,8 +232,7 @@ def fill_shards(model: nn.Module, sources: dict[str, Deferred]) -> Exception | N
             continue
         message = local.contiguous()
         for axis in copies:
-            # In bytes: gloo knows no numbers of 8 bits.
-            dist.broadcast(message.flatten().view(torch.uint8), group=mesh.get_group(axis), group_src=0)
+            take_first(message, mesh.get_group(axis))
         if message is not local and copies:
             local.copy_(message)
     return problem

@@ -16,6 +16,10 @@ from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.torch.weights.deferred import Deferred
 
 PACKERS: Final = ("torchao", "bitsandbytes")
+# FSDP2 takes no integers as parameters before torch 2.12: they are viewed as numbers of as many bits.
+_TAKES_INTEGERS: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+INTEGER_CARRIER: Final = torch.float8_e5m2  # no model has weights of this dtype
+_CARRIERS: Final = {1: INTEGER_CARRIER, 2: torch.float16, 4: torch.float32, 8: torch.float64}
 
 
 class Packing(Protocol):
@@ -162,21 +166,15 @@ def parts_in(model: nn.Module) -> set[int]:
     return {id(p) for each in lists if isinstance(each[0], _Packed) for p in each.parameters()}
 
 
-CARRIER: Final = torch.float8_e5m2  # of which nobody has weights
-# Integers are no parameters to FSDP2 before torch 2.12; numbers of as many bits are, and nobody computes with them.
-_AS_NUMBERS: Final = {1: CARRIER, 2: torch.float16, 4: torch.float32, 8: torch.float64}
-_TAKES_INTEGERS: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
-
-
-def _for_fsdp(part: Tensor) -> Tensor:
-    return part if part.is_floating_point() or _TAKES_INTEGERS else part.view(_AS_NUMBERS[part.dtype.itemsize])
-
-
 class _Packed(nn.Module):
     def __init__(self, packing: Packing, parts: dict[str, Tensor]) -> None:
         super().__init__()
-        self._packing, self._names, self._given = packing, [*parts], [*map(_for_fsdp, parts.values())]
+        self._packing, self._names = packing, [*parts]
         self._dtypes = [part.dtype for part in parts.values()]
+        self._given = [
+            part if part.is_floating_point() or _TAKES_INTEGERS else part.view(_CARRIERS[part.dtype.itemsize])
+            for part in parts.values()
+        ]
         for name, constant in packing.constants.items():
             self.register_buffer(name, constant, persistent=False)
 
@@ -187,7 +185,8 @@ class _Packed(nn.Module):
     def forward(self, *parts: Tensor) -> Any:
         if isinstance(parts[0], Deferred):  # who looks before it is read asks what it is
             parts = tuple(torch.empty(part.shape, dtype=part.dtype) for part in parts)
-        parts = tuple(part.view(dtype) for part, dtype in zip(parts, self._dtypes, strict=True))
+        if not _TAKES_INTEGERS:
+            parts = tuple(part.view(dtype) for part, dtype in zip(parts, self._dtypes, strict=True))
         return self._packing.rebuild(dict(zip(self._names, parts, strict=True)) | dict(self.named_buffers()))
 
 
