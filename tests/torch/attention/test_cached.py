@@ -12,9 +12,10 @@ from torch import Tensor
 
 from ringspan.core import reference
 from ringspan.core.geometry.shares import Shares
-from ringspan.torch.attention import cached, indexed_cache
+from ringspan.torch.attention import cached
 from ringspan.torch.attention.cached import Reach, Turn, merged
-from ringspan.torch.attention.chosen import IndexInputs
+from ringspan.torch.attention.index import cached as index_cached
+from ringspan.torch.attention.index.chosen import IndexInputs
 from ringspan.torch.attention.request import Request
 from ringspan.torch.generate.passes import layer_mask
 from ringspan.torch.kernels.contract import Scores
@@ -22,7 +23,7 @@ from ringspan.torch.layers.decoder import LayerKind
 from ringspan.torch.transport.exchange import TensorSpec
 from ringspan.torch.transport.protocol import FakeTransport, transport_of
 from tests.fuzz import examples
-from tests.torch.attention.test_indexed import allowed_by, index_scores
+from tests.torch.attention.index.test_indexed import allowed_by, index_scores
 from tests.torch.virtual import on_ranks
 
 LIMIT = 3e-6  # the design's Numbers: float32, relative
@@ -64,7 +65,7 @@ class Collectives:
 
 @pytest.fixture(autouse=True)
 def threads_for_processes(monkeypatch):
-    for module in (cached, indexed_cache):
+    for module in (cached, index_cached):
         monkeypatch.setattr(module, "dist", Collectives)
         monkeypatch.setattr(module, "one_at_a_time", lambda group: torch.no_grad())
     monkeypatch.setattr(cached, "agree", lambda group, facts: None)
@@ -73,7 +74,7 @@ def threads_for_processes(monkeypatch):
         return transport_of(None, name) if group is None else group.transport.among(range(group.ranks), name)
 
     monkeypatch.setattr(cached, "transport_of", messages)
-    monkeypatch.setattr(indexed_cache, "passing_tokens", lambda x, group: nullcontext(messages(group, "tokens")))
+    monkeypatch.setattr(index_cached, "passing_tokens", lambda x, group: nullcontext(messages(group, "tokens")))
 
 
 class Text:
@@ -176,8 +177,8 @@ class Text:
         index = IndexInputs(of_queries[0], ik[:, 0, held], of_queries[1], 1.0, self.topk)
         options = {"values": slice(0, VALUE_SIZE), "scale": self.scores.scale, "sinks": self.sinks}
         asked = turn, turn.reaches[self.kind], q, kv
-        out, chosen = indexed_cache.attend_to_cache(*asked, index, None, **options)
-        assert torch.equal(indexed_cache.attend_to_cache(*asked, None, chosen, **options)[0], out)
+        out, chosen = index_cached.attend_to_cache(*asked, index, None, **options)
+        assert torch.equal(index_cached.attend_to_cache(*asked, None, chosen, **options)[0], out)
         return out
 
 

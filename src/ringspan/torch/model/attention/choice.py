@@ -12,12 +12,12 @@ from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import Mask
 from ringspan.core.names import LayoutName
 from ringspan.torch.attention.cached import Turn
-from ringspan.torch.attention.chosen import IndexInputs
-from ringspan.torch.attention.indexed import indexed_attention
-from ringspan.torch.attention.indexed_cache import attend_to_cache
+from ringspan.torch.attention.index.cached import attend_to_cache
+from ringspan.torch.attention.index.chosen import IndexInputs
+from ringspan.torch.attention.index.indexed import indexed_attention
+from ringspan.torch.attention.index.windows import Row
 from ringspan.torch.attention.request import in_autocast
 from ringspan.torch.attention.traced import mask_of
-from ringspan.torch.attention.windows import Row
 from ringspan.torch.layers.decoder import LayerKind
 from ringspan.torch.layers.modules import computes_as, forward_of
 from ringspan.torch.model.attention.index_loss import note_divergence

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.names import INDEX_LOSS_NAMES, find_name
 from ringspan.core.step_config import StepConfig
-from ringspan.torch.attention.chosen import IndexInputs
+from ringspan.torch.attention.index.chosen import IndexInputs
 from ringspan.torch.data.batch import IGNORED
 from ringspan.torch.layers.decoder import CACHED_INDEXES
 from ringspan.torch.layers.view import ModelView, RingModel

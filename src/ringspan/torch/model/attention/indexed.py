@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.step_config import StepConfig
-from ringspan.torch.attention.chosen import IndexInputs
+from ringspan.torch.attention.index.chosen import IndexInputs
 from ringspan.torch.layers.decoder import has_index
 from ringspan.torch.layers.modules import Mixin, mix_in
 from ringspan.torch.layers.view import ModelView

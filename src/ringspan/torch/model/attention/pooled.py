@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
-from ringspan.torch.attention.chosen import IndexInputs, all_seen, choose, choose_blocks
 from ringspan.torch.attention.handler import handled
-from ringspan.torch.attention.part import accumulation_dtype
-from ringspan.torch.attention.windows import (
+from ringspan.torch.attention.index.chosen import IndexInputs, all_seen, choose, choose_blocks
+from ringspan.torch.attention.index.windows import (
     Attended,
     Row,
     Windows,
@@ -24,6 +23,7 @@ from ringspan.torch.attention.windows import (
     visible,
     windows_of,
 )
+from ringspan.torch.attention.part import accumulation_dtype
 from ringspan.torch.layers.modules import Mixin
 from ringspan.torch.model.attention.choice import Asked, Choice, group_now, rotation_of, rows_now
 

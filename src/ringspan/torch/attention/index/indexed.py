@@ -17,12 +17,12 @@ from ringspan.core.names import LayoutName
 from ringspan.core.schedule.steps import MESSAGES_PER_HOP
 from ringspan.torch.attention import op
 from ringspan.torch.attention.arguments import check_differentiation
-from ringspan.torch.attention.chosen import IndexInputs, Visible, attend, attend_backward, choose
-from ringspan.torch.attention.divergence import Attention, divergence, divergence_backward
 from ringspan.torch.attention.handler import handled
+from ringspan.torch.attention.index.chosen import IndexInputs, Visible, attend, attend_backward, choose
+from ringspan.torch.attention.index.divergence import Attention, divergence, divergence_backward
+from ringspan.torch.attention.index.windows import Fetch, Row, visible
 from ringspan.torch.attention.part import Ring, sink_gradient
 from ringspan.torch.attention.request import Request, checked
-from ringspan.torch.attention.windows import Fetch, Row, visible
 from ringspan.torch.transport.protocol import Transport
 
 INDEX_MESSAGE, KEYS_MESSAGE = 0, MESSAGES_PER_HOP

@@ -14,9 +14,9 @@ from torch import Tensor
 from ringspan.core.arguments import SPLIT_FROM_TOKENS
 from ringspan.core.geometry.layout import CustomLayout
 from ringspan.torch.attention.cached import Reach, Turn, merged
-from ringspan.torch.attention.chosen import IndexInputs, attend, candidates, first_of
-from ringspan.torch.attention.indexed import attend_fetched
-from ringspan.torch.attention.windows import Row, passing_tokens
+from ringspan.torch.attention.index.chosen import IndexInputs, attend, candidates, first_of
+from ringspan.torch.attention.index.indexed import attend_fetched
+from ringspan.torch.attention.index.windows import Row, passing_tokens
 from ringspan.torch.transport.agreement import one_at_a_time
 
 

@@ -12,7 +12,7 @@ import ringspan as rs
 from ringspan.core import reference
 from ringspan.core.names import LAYOUT_NAMES
 from ringspan.core.selection import seen_by
-from ringspan.torch.attention import chosen, indexed
+from ringspan.torch.attention.index import chosen, indexed
 from ringspan.torch.attention.op import assemble
 from ringspan.torch.attention.part import sink_gradient
 from ringspan.torch.attention.spec import AttentionSpec, padding_of

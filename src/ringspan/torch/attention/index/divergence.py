@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ringspan.torch.attention.chosen import IndexInputs, Visible, in_chunks, probabilities, scored
+from ringspan.torch.attention.index.chosen import IndexInputs, Visible, in_chunks, probabilities, scored
 
 
 class Attention(NamedTuple):

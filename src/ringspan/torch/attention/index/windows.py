@@ -18,8 +18,8 @@ from torch import Tensor
 from ringspan.core.geometry.layout import CustomLayout, Layout
 from ringspan.core.geometry.mask import Mask
 from ringspan.core.selection import Integers, Seen, seen_by
-from ringspan.torch.attention.chosen import attend, attend_backward
 from ringspan.torch.attention.handler import handled
+from ringspan.torch.attention.index.chosen import attend, attend_backward
 from ringspan.torch.attention.part import accumulation_dtype, sink_gradient
 from ringspan.torch.transport.agreement import agree, one_at_a_time
 from ringspan.torch.transport.exchange import PendingReceive, TensorSpec, Transfer

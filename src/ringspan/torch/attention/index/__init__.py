@@ -1,0 +1,1 @@
+"""Attention to keys that an index chooses: what a rank fetches, chooses, attends to and learns."""
