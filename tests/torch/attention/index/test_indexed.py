@@ -1,6 +1,8 @@
 """Attention to chosen keys on a virtual ring against the float64 oracle: any layout, documents, padding and ranks."""
 
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,9 +15,13 @@ from ringspan.core import reference
 from ringspan.core.names import LAYOUT_NAMES
 from ringspan.core.selection import seen_by
 from ringspan.torch.attention.index import chosen, indexed
+from ringspan.torch.attention.index.windows import fetched, windows_of
 from ringspan.torch.attention.op import assemble
 from ringspan.torch.attention.part import sink_gradient
 from ringspan.torch.attention.spec import AttentionSpec, padding_of
+from ringspan.torch.model.attention.choice import rows_now
+from ringspan.torch.model.attention.pooled import Entries
+from ringspan.torch.recurrence.current import SequencePass, passing
 from tests.fuzz import examples
 from tests.torch.attention.test_ring import gathered, part
 from tests.torch.virtual import on_ranks
@@ -142,3 +148,30 @@ def test_queries_see_a_range_of_keys_and_odd_masks_raise():
     assert seen.counts.tolist() == [1, 2, 3, 4, 5, 1, 2, 3, 0]
     with pytest.raises(rs.MaskError, match="use causal or documents"):
         seen_by(rs.sliding_window(3, global_tokens=2), np.arange(9), 9)
+
+
+def key_gradients(mesh, dtype):
+    """Gradients (96, 2 SIZE) of keys in a window, and of entries that all tokens after them see."""
+    layout, group, rank = rs.Layout("striped", 96, mesh.size()), mesh["ring"].get_group(), mesh.get_rank()
+    tensors = [x.to(torch.bfloat16).to(dtype) for x in tensors_of(96, torch.float32)[:2]]
+    q, k = (part(x[:1], layout, rank).contiguous().requires_grad_() for x in tensors)
+    with passing(SequencePass((layout,), group)), torch.enable_grad():
+        ((rows, row),) = rows_now(q.device)
+        windows, pooled = windows_of(row, 1, 1), (k[:, 0] * 2).detach().requires_grad_()
+        entries = fetched(pooled, windows.entries, group, is_wide=True)
+        far = chosen.all_seen(windows.first, windows.stop, windows.most)
+        asked: Any = SimpleNamespace(scale=SCALE, sinks=None)
+        module = SimpleNamespace(sliding_window=40)
+        out = Entries([(rows, row, entries, far)]).attend(module, (q, k, k), asked)
+        made = torch.autograd.grad(out, (k, pooled), q.transpose(1, 2).detach())
+    return torch.cat((made[0], made[1][:, None]), -1)
+
+
+def test_gradients_are_summed_before_they_are_rounded(pool):
+    def gradients(ranks, dtype):
+        return gathered(pool.run(key_gradients, ranks, dtype), rs.Layout("striped", 96, ranks))
+
+    truth, alone, split = (gradients(*each) for each in ((1, torch.float64), (1, torch.bfloat16), (3, torch.bfloat16)))
+    for kind in slice(0, SIZE), slice(SIZE, None):
+        one, three = (np.linalg.norm((x - truth)[..., kind]) for x in (alone, split))
+        assert three < 1.05 * one

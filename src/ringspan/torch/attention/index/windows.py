@@ -232,24 +232,29 @@ def _wanted(held: Integers, readers: Integers, seen: Seen, reach: int) -> NDArra
     return near & (seen.first[following] == seen.first[held])
 
 
-def fetched(x: Tensor, fetch: Fetch, group: dist.ProcessGroup | None) -> Tensor:
-    """Return what a rank fetches of x (B, T, C): (B, n, C). Differentiable and collective."""
-    return _Fetched.apply(x, fetch, group)  # pyright: ignore[reportReturnType]
+def fetched(x: Tensor, fetch: Fetch, group: dist.ProcessGroup | None, *, is_wide: bool = False) -> Tensor:
+    """Return what a rank fetches of x (B, T, C): (B, n, C). Differentiable and collective.
+
+    If it ``is_wide``, in the dtype of sums: autograd rounds a gradient to the dtype of its tensor, here before the
+    gradients of all ranks are summed.
+    """
+    dtype = accumulation_dtype(x.dtype) if is_wide else x.dtype
+    return _Fetched.apply(x, fetch, group, dtype)  # pyright: ignore[reportReturnType]
 
 
 class _Fetched(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, fetch: Fetch, group: dist.ProcessGroup | None) -> Tensor:
-        ctx.fetch, ctx.group, ctx.tokens = fetch, group, x.shape[1]
+    def forward(ctx: Any, x: Tensor, fetch: Fetch, group: dist.ProcessGroup | None, dtype: torch.dtype) -> Tensor:
+        ctx.fetch, ctx.group, ctx.tokens, ctx.dtype = fetch, group, x.shape[1], x.dtype
         with passing_tokens(x, group) as exchange:
-            return fetch.start(x.detach(), exchange).finish()
+            return fetch.start(x.detach(), exchange).finish().to(dtype)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
         (gradient,) = gradients
         wide = gradient.to(accumulation_dtype(gradient.dtype))
         with passing_tokens(wide, ctx.group) as exchange:
-            return ctx.fetch.start_back(wide, ctx.tokens, exchange).finish().to(gradient.dtype), None, None
+            return ctx.fetch.start_back(wide, ctx.tokens, exchange).finish().to(ctx.dtype), None, None, None
 
 
 @contextmanager
@@ -261,11 +266,14 @@ def passing_tokens(x: Tensor, group: dist.ProcessGroup | None) -> Iterator[Trans
 
 
 class Attended(torch.autograd.Function):
-    """Attention from q (B, H, T, D) to columns (B, T, k) of keys (B, n, D), which are values too."""
+    """Attention from q (B, H, T, D) to columns (B, T, k) of keys (B, n, D), which are values too.
+
+    It computes in q's dtype, and the gradient of keys that are wider is not rounded to it.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, keys: Tensor, columns: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
-        values = slice(0, keys.shape[-1])
+        keys, values = keys.to(q.dtype), slice(0, keys.shape[-1])
         out, lse = (x.detach() for x in handled(lambda: attend(q, keys, columns, values, scale, sinks)))
         ctx.scale, ctx.values = scale, values
         ctx.save_for_backward(q, keys, columns, sinks, out, lse)
@@ -277,4 +285,4 @@ class Attended(torch.autograd.Function):
         q, keys, columns, sinks, out, lse = ctx.saved_tensors
         dq, dkeys = attend_backward(dout, q, keys, columns, ctx.values, ctx.scale, out, lse)
         dsinks = None if sinks is None else sink_gradient(dout, out, lse, sinks)
-        return dq, dkeys.to(keys.dtype), None, None, dsinks
+        return dq, dkeys, None, None, dsinks

@@ -136,7 +136,7 @@ class Compressor(Mixin):
                 with torch.no_grad():
                     keys = _pooled(index, others[0], others[1], windows, first)
                 pooled = torch.cat((pooled, keys), -1)
-            entries = fetched(pooled, windows.entries, group_now())
+            entries = fetched(pooled, windows.entries, group_now(), is_wide=True)
             made.append((part, row, entries[..., : self.head_dim], _chosen(asked, part, entries, windows)))
         return hidden_states.new_empty(len(hidden_states), 1, 0, self.head_dim), Entries(made)
 
@@ -182,7 +182,7 @@ class Entries(Choice):
         outs: list[Any] = []
         for part, row, entries, chosen in self.rows:
             fetch, near = before(row, module.sliding_window)
-            tokens = fetched(k[part, 0], fetch, group_now())
+            tokens = fetched(k[part, 0], fetch, group_now(), is_wide=True)
             keys = torch.cat((tokens, entries), 1)
             far = torch.where(chosen < 0, -1, chosen + tokens.shape[1])
             columns = torch.cat((near.expand(len(far), -1, -1), far), -1).to(torch.int32)
