@@ -27,7 +27,13 @@ SHARED = {"shared_prefix": True, "min_shared_tokens": 1}
         (grpo, "llama", {"lora": True, "beta": 0.1, "num_iterations": 2}, SHARED),
         (grpo, "qwen3-window", {"beta": 0.0, "sampled": True, "temperature": 0.7}, {}),
         (rloo, "llama", {"beta": 0.0}, {}),
+        (sft, "hy_v4", {}, {}),
+        (grpo, "deepseek_v32", {"beta": 0.0, "sampled": True}, {}),
         *long(
+            (sft, "deepseek_v32", {}, {}),
+            (sft, "glm_moe_dsa", {}, {}),
+            (grpo, "glm_moe_dsa", {"beta": 0.0, "sampled": True}, {}),
+            (grpo, "hy_v4", {"beta": 0.0}, {}),
             (dpo, "mixtral+router", {"ld_alpha": 0.5, "use_weighting": True}, {}),
             (dpo, "mixtral+router", {}, SHARED),
             (kto, "llama", {"lora": True}, {}),

@@ -118,7 +118,8 @@ def made(model: str) -> Any:
         model.is_loaded_in_4bit = model.is_quantized = False
         return lora
     if kind in HYBRIDS | INDEXED:
-        return build_stateful(kind, torch.float32)
+        # So many heads have no equal scores, of which one process takes any (``docs/chosen-keys.md``).
+        return build_stateful(kind, torch.float32, **({"index_n_heads": 32} if kind in INDEXED else {}))
     return build(kind, **({"output_router_logits": True} if router else {}))
 
 

@@ -24,7 +24,8 @@ from ringspan.train.job import _matmul_flops, learning_rate, prepare
 from ringspan.train.loop import Observer, train
 from ringspan.train.model import build_model, load_model_config, load_tokenizer
 from tests.cases import long
-from tests.train.runs import losses, metrics, settings, train_on
+from tests.every_model.hybrids import hybrid_config
+from tests.train.runs import losses, metrics, plain_steps, settings, train_on
 
 
 def drawn(mesh, config):
@@ -162,6 +163,19 @@ def test_separate_documents_do_not_see_each_other(pool, text, changes):
     found = losses(text / name)
     assert len(found) == 3 + 2 and found[3] < found[0]
     assert found[0] == pytest.approx(loss_of_documents(config, 1), rel=2e-6)
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v32", *long("glm_moe_dsa", "hy_v4")])
+def test_models_that_choose_keys_train_as_one_process(pool, text, kind):
+    """With 32 heads no scores of the index are equal, of which transformers takes any."""
+    init = hybrid_config(kind, vocab_size=300, index_n_heads=32).to_dict()
+    model = {"init": "scratch", "tokenizer": "train", "config": init}
+    config = settings(text, kind, model=model, mesh={"replicate": 2}, optimizer={"batch_size": 2})
+    pool.run(train_on, 4, config)
+    model_config = load_model_config(config)
+    data = build_data(config, load_tokenizer(config.model, model_config, scan_documents(config.data).documents))
+    expected = plain_steps(config, build_model(config.model, model_config).train(), data.train)
+    assert [line["loss"] for line in metrics(text / kind) if "loss" in line] == pytest.approx(expected, rel=2e-6)
 
 
 def numbers_summed_over_ranks(mesh, config):
