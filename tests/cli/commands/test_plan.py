@@ -43,7 +43,7 @@ def test_it_prints_tables_for_people(monkeypatch, capsys):
         ("ring", (), "chosen", "ring: the plan chose it"),
         ("ulysses", (), "time", "ulysses: 1.1% slower"),
         ("ulysses", ("--devices", "64"), "heads", "32 query and 8 key/value heads do not split evenly"),
-        ("ulysses", ("--length", "50000000"), "memory", "does not fit, and the plan does not either"),
+        ("ulysses", ("--length", "10000000"), "memory", "does not fit, and the plan does not either"),
         ("fsdp", ("--length", "1048576"), "memory", "does not fit; at most 457,942 tokens do"),
         ("fsdp", (), "time", "1 of 8 devices have a sequence"),
         ("fsdp", ("--length", "8192", "--batch", "8"), "better", "fits, and is the better choice"),
