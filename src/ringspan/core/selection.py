@@ -1,13 +1,16 @@
-"""Keys that an index may choose for each query (DeepSeek-V3.2)."""
+"""Keys that an index may choose for each query (DeepSeek-V3.2), and what chooses, attends to and fetches them costs."""
 
-from typing import NamedTuple
+from collections.abc import Iterable
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ringspan.core.errors import MaskError
+from ringspan.core.geometry.layout import Layout, Span
 from ringspan.core.geometry.mask import Mask
 
+EVERYTHING: Final = 2**62
 Integers = NDArray[np.int64]
 
 
@@ -22,6 +25,13 @@ class Seen(NamedTuple):
         return self.stop - self.first
 
 
+class Tokens(NamedTuple):
+    """Tokens that a rank sends to each rank, and those that it receives, itself included."""
+
+    sent: tuple[tuple[int, int], ...]
+    received: tuple[tuple[int, int], ...]
+
+
 def seen_by(mask: Mask, positions: Integers, length: int) -> Seen:
     """Return the keys that queries at these positions see; MaskError if one sees several regions."""
     table = mask.table(length, length)
@@ -34,3 +44,53 @@ def seen_by(mask: Mask, positions: Integers, length: int) -> Seen:
     first, stop = np.maximum(k0, positions - hi), np.minimum(k1, positions - lo + 1)
     sees = (q0 <= positions) & (positions < q1) & (first < stop)
     return Seen(np.where(sees, first, 0), np.where(sees, stop, 0))
+
+
+def seeing(layout: Layout, seen: Seen) -> list[Integers]:
+    """Return the positions of each rank that see something, in order."""
+    each = (np.sort(layout.positions(rank)) for rank in range(layout.ranks))
+    return [positions[seen.counts[positions] > 0] for positions in each]
+
+
+def wanted(held: Integers, readers: Integers, seen: Seen, reach: int = EVERYTHING) -> NDArray[np.bool_]:
+    """Return which positions a reader sees that follows within ``reach``."""
+    following = np.append(readers, -1)[np.searchsorted(readers, held)]
+    near = (following >= 0) & (following - held < reach)
+    return near & (seen.first[following] == seen.first[held])
+
+
+def exchanged(layout: Layout, mask: Mask, rank: int) -> Tokens:
+    """Return the tokens that one rank exchanges, so that each rank has what its tokens see."""
+    seen = seen_by(mask, np.arange(max(layout.length, layout.padded_length)), layout.length)
+    held = seeing(layout, seen)
+    sent = (int(wanted(held[rank], each, seen).sum()) for each in held)
+    received = (int(wanted(each, held[rank], seen).sum()) for each in held)
+    return Tokens(*(tuple((peer, count) for peer, count in enumerate(each) if count) for each in (sent, received)))
+
+
+def scored_and_chosen(seen: Seen, positions: Integers, topk: float, size: int = 1) -> tuple[int, float]:
+    """Count the pairs of queries and keys (or entries of ``size`` tokens) that an index scores, and those chosen."""
+    entries = seen.counts[positions] // size
+    return int(entries.sum()), float(np.minimum(entries, topk).sum())
+
+
+def scored_and_chosen_causally(spans: Iterable[Span], length: int, topk: float, size: int = 1) -> tuple[int, float]:
+    """Return ``scored_and_chosen`` of runs of positions of one document."""
+    counts = [0.0, 0.0]
+    for start, count, _ in spans:
+        stop = min(start + count, length)
+        for number, most in enumerate((length, topk)):
+            counts[number] += _entries_before(stop, most, size) - _entries_before(min(start, stop), most, size)
+    return int(counts[0]), counts[1]
+
+
+def _entries_before(tokens: int, most: float, size: int) -> float:
+    """Sum ``min(most, seen tokens // size)`` over the first tokens of a document."""
+    few = min(tokens, int(most * size))
+    whole = few // size
+    return size * whole * (whole - 1) // 2 + whole * (few - size * whole + 1) + most * (tokens - few)
+
+
+def position_bytes(length: int) -> int:
+    """Return the bytes of a position below ``length``, or of none."""
+    return next(size for size in (2, 3, 4) if length < 1 << 8 * size)

@@ -120,6 +120,13 @@ def check(layout, mask, topk, dtype, limit):
         assert np.abs(x - truth).max() <= limit * max(1, np.abs(truth).max())
 
 
+@pytest.mark.parametrize(("length", "size"), [(2**16 - 1, 2), (2**16, 3), (2**24 - 1, 3), (2**24, 4)])
+def test_a_choice_is_kept_in_the_bytes_that_positions_need(length, size):
+    positions = torch.tensor([[-1, 0, 255, 256], [length - 1, length // 2, -1, 1]], dtype=torch.int32)
+    kept = chosen.packed(positions, length)
+    assert kept.nbytes == size * positions.numel() and torch.equal(chosen.unpacked(kept), positions)
+
+
 masks = st.one_of(st.just(rs.causal()), st.builds(rs.documents, st.lists(st.integers(1, 24), min_size=1, max_size=4)))
 layouts = st.builds(rs.Layout, st.sampled_from(LAYOUT_NAMES), st.integers(1, 48), st.integers(1, 4))
 

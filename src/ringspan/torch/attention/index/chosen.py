@@ -10,6 +10,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
+from ringspan.core.selection import position_bytes
+
 _KEYS_AT_ONCE: Final = 2**23
 """Scores of a chunk of queries."""
 _PRODUCTS_AT_ONCE: Final = 2**21
@@ -96,6 +98,23 @@ def candidates(index: IndexInputs, positions: Tensor, sees: Tensor) -> Tensor:
         best = order.topk(min(index.topk, len(k)), sorted=False).values
         found.append(torch.nn.functional.pad(best, (0, index.topk - best.shape[-1]), value=_NEVER))
     return torch.stack(found)
+
+
+def packed(positions: Tensor, length: int) -> Tensor:
+    """Return positions (..., k) below a length, -1 for none, in the bytes that they need: uint8 (..., k, bytes)."""
+    size = position_bytes(length)
+    return positions.to(torch.int32)[..., None].view(torch.uint8)[..., :size].contiguous()
+
+
+def unpacked(packed: Tensor) -> Tensor:
+    """Return the positions (..., k), int32."""
+    size = packed.shape[-1]
+    if size == 4:
+        return packed.view(torch.int32)[..., 0]
+    whole = packed.new_zeros(*packed.shape[:-1], 4)
+    whole[..., :size] = packed
+    positions = whole.view(torch.int32)[..., 0]
+    return positions.masked_fill_(positions == (1 << 8 * size) - 1, -1)
 
 
 def first_of(order: Tensor, topk: int) -> Tensor:

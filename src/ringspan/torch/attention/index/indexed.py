@@ -18,7 +18,15 @@ from ringspan.core.schedule.steps import MESSAGES_PER_HOP
 from ringspan.torch.attention import op
 from ringspan.torch.attention.arguments import check_differentiation
 from ringspan.torch.attention.handler import handled
-from ringspan.torch.attention.index.chosen import IndexInputs, Visible, attend, attend_backward, choose
+from ringspan.torch.attention.index.chosen import (
+    IndexInputs,
+    Visible,
+    attend,
+    attend_backward,
+    choose,
+    packed,
+    unpacked,
+)
 from ringspan.torch.attention.index.divergence import Attention, divergence, divergence_backward
 from ringspan.torch.attention.index.windows import Fetch, Row, visible
 from ringspan.torch.attention.part import Ring, sink_gradient
@@ -36,8 +44,8 @@ def indexed_attention(
 
     q (B, H, T, D), kv (B, T, C) of all heads: a key is the first D numbers, its value in ``values``. Give an ``index``
     or what it has ``chosen`` for the same sequences; masks are causal or of documents. Returns out (B, H, T, E) in q's
-    dtype; global positions of each query's keys (B, T, k), int32, -1 for none, with k = 0 for all keys; and the local
-    divergence of an index that learns, differentiable by its inputs.
+    dtype; ``packed`` global positions of each query's keys (B, T, k), with k = 0 for all keys; and the local divergence
+    of an index that learns, differentiable by its inputs.
 
     Raises:
         UnsupportedError, LayoutError, PeerMismatch: as ``ring_attention``.
@@ -60,8 +68,10 @@ class _Indexed(torch.autograd.Function):
         check_differentiation("indexed_attention", q, kv, sinks)
 
         def compute() -> tuple[Tensor, ...]:
+            given = None if chosen is None else unpacked(chosen)
             with op.passing("indexed forward", q, kv[:, None], kv[:, None], sinks, None, spec) as (ring, _):
-                return forward(ring, q, kv, sinks, index, chosen, values)
+                out, lse, found, loss = forward(ring, q, kv, sinks, index, given, values)
+            return out, lse, packed(found, _row_of(ring, q).length), loss
 
         out, lse, found, loss = (x.detach() for x in handled(compute))
         ctx.options = values, spec, None if index is None else index[3:]
@@ -79,7 +89,7 @@ class _Indexed(torch.autograd.Function):
         check_differentiation("indexed_attention", dout)
         index = None if inputs[0] is None or dloss is None else IndexInputs(*inputs, *rest)
         with op.passing("indexed backward", q, kv[:, None], kv[:, None], sinks, None, spec) as (ring, _):
-            dq, dkv, *dindex = backward(ring, dout, q, kv, chosen, values, out, lse, index, dloss)
+            dq, dkv, *dindex = backward(ring, dout, q, kv, unpacked(chosen), values, out, lse, index, dloss)
         dsinks = None if sinks is None else sink_gradient(dout, out, lse, sinks)
         return dq, dkv, dsinks, *dindex, None, None, None, None
 
@@ -135,9 +145,11 @@ def backward(
     index_keys = None if index is None else fetch.start(index.k, ring.exchange, KEYS_MESSAGE)
     attention = Attention(q, keys.finish(), _columns(fetch, chosen, first, stop), ring.spec.scale, lse)
     dq, dkeys = attend_backward(dout, q, *attention[1:3], values, ring.spec.scale, out, lse)
-    dkv = fetch.start_back(dkeys, q.shape[2], ring.exchange)
     if index is None or index_keys is None:
+        del attention, keys  # of all that is seen here
+        dkv = fetch.start_back(dkeys, q.shape[2], ring.exchange)
         return dq, dkv.finish().to(kv.dtype), None, None, None
+    dkv = fetch.start_back(dkeys, q.shape[2], ring.exchange)
     fetched = index._replace(k=index_keys.finish())
     index_dq, index_dkeys, dweights = divergence_backward(dloss, fetched, attention)
     back = fetch.start_back(index_dkeys, q.shape[2], ring.exchange, KEYS_MESSAGE + 1)

@@ -4,28 +4,26 @@ An entry belongs to the rank of its last token, and queries see it from there on
 each may reach back over the one before. x are local tokens (B, T, C) of a row with its mask and layout.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
-from typing import Any, Final, NamedTuple
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ringspan.core.geometry.layout import CustomLayout, Layout
 from ringspan.core.geometry.mask import Mask
-from ringspan.core.selection import Integers, Seen, seen_by
+from ringspan.core.selection import EVERYTHING, Integers, Seen, seeing, seen_by, wanted
 from ringspan.torch.attention.handler import handled
 from ringspan.torch.attention.index.chosen import attend, attend_backward
 from ringspan.torch.attention.part import accumulation_dtype, sink_gradient
 from ringspan.torch.transport.agreement import agree, one_at_a_time
-from ringspan.torch.transport.exchange import PendingReceive, TensorSpec, Transfer
+from ringspan.torch.transport.exchange import TensorSpec, Transfer
 from ringspan.torch.transport.protocol import Transport, transport_of
 
-_EVERYTHING: Final = 2**62
 Places = tuple[tuple[int, Tensor], ...]
 """Indices of tokens, by peer."""
 
@@ -51,33 +49,36 @@ class Fetch(NamedTuple):
 
 class Moving(NamedTuple):
     total: Tensor
-    own: Tensor | None
-    taken: list[tuple[Tensor, PendingReceive | None]]
+    taken: list[tuple[Tensor, Callable[[], Tensor]]]
+    """Places of what each rank sends, the last rank's first, and what waits for it."""
     transfer: Transfer
 
     def finish(self) -> Tensor:
         self.transfer.wait()
-        for places, receive in self.taken:
-            part = self.own if receive is None else receive.read()
-            assert part is not None, "what a rank takes of itself it sends to itself"
-            self.total.index_add_(1, places, part)
+        while self.taken:  # what is added is not held any more
+            places, read = self.taken.pop()
+            self.total.index_add_(1, places, read())
         return self.total
 
 
 def _start(x: Tensor, size: int, sent: Places, taken: Places, rank: int, exchange: Transport, message: int) -> Moving:
     sends: list[tuple[int, Tensor]] = []
-    own = None
+    came: dict[int, Callable[[], Tensor]] = {}
     for peer, places in sent:
         if peer == rank:
-            own = x.index_select(1, places)
+            came[rank] = partial(_given, x.index_select(1, places))
             continue
         buffer = exchange.empty(_spec(x, places))
         sends.append((peer, torch.index_select(x, 1, places, out=buffer)))
-    specs = [(peer, _spec(x, places)) for peer, places in taken if peer != rank]
-    transfer, pending = exchange.post(sends, specs, message)
-    arriving = iter(pending)
-    receives = [(places, None if peer == rank else next(arriving)) for peer, places in taken]
-    return Moving(x.new_zeros(len(x), size, x.shape[-1]), own, receives, transfer)
+    others = [(peer, _spec(x, places)) for peer, places in taken if peer != rank]
+    transfer, pending = exchange.post(sends, others, message)
+    came |= {peer: receive.read for (peer, _), receive in zip(others, pending, strict=True)}
+    total = x.new_zeros(len(x), size, x.shape[-1])
+    return Moving(total, [(places, came[peer]) for peer, places in reversed(taken)], transfer)
+
+
+def _given(x: Tensor) -> Tensor:
+    return x
 
 
 def _spec(x: Tensor, places: Tensor) -> TensorSpec:
@@ -127,6 +128,11 @@ class Row(NamedTuple):
         return _seen(*self._seeing)
 
     @property
+    def length(self) -> int:
+        """Positions, padding included."""
+        return max(self.layout.length, self.layout.padded_length)
+
+    @property
     def most(self) -> int:
         """Keys that a token sees at most, on any rank."""
         return _most(*self._seeing)
@@ -141,8 +147,7 @@ class Row(NamedTuple):
 
     def queries(self) -> list[Integers]:
         """Positions of each rank that see something."""
-        each = (np.sort(self.layout.positions(rank)) for rank in range(self.layout.ranks))
-        return [positions[self.seen.counts[positions] > 0] for positions in each]
+        return seeing(self.layout, self.seen)
 
     def keys(self) -> tuple[Integers, list[Integers]]:
         """Return positions of this rank's keys, in their order, and of each rank's that something sees."""
@@ -207,7 +212,7 @@ def visible(row: Row) -> tuple[Fetch, Tensor, Tensor]:
 
 
 def _fetch(
-    row: Row, stored: Integers, held: Sequence[Integers], readers: Sequence[Integers], reach: int = _EVERYTHING
+    row: Row, stored: Integers, held: Sequence[Integers], readers: Sequence[Integers], reach: int = EVERYTHING
 ) -> Fetch:
     """Return what a rank fetches: of positions that each rank holds, those less than ``reach`` before its readers.
 
@@ -215,8 +220,8 @@ def _fetch(
     """
     mine, order = held[row.rank], np.argsort(stored)
     local = order[np.searchsorted(stored[order], mine)]
-    sent = {peer: local[_wanted(mine, each, row.seen, reach)] for peer, each in enumerate(readers)}
-    taken = {owner: each[_wanted(each, readers[row.rank], row.seen, reach)] for owner, each in enumerate(held)}
+    sent = {peer: local[wanted(mine, each, row.seen, reach)] for peer, each in enumerate(readers)}
+    taken = {owner: each[wanted(each, readers[row.rank], row.seen, reach)] for owner, each in enumerate(held)}
     positions = np.sort(np.concatenate([*taken.values()]))
     arriving = {owner: np.searchsorted(positions, each) for owner, each in taken.items()}
 
@@ -224,12 +229,6 @@ def _fetch(
         return tuple((peer, torch.from_numpy(each).to(row.device)) for peer, each in of.items() if len(each))
 
     return Fetch(row.rank, torch.from_numpy(positions).to(row.device), places(sent), places(arriving))
-
-
-def _wanted(held: Integers, readers: Integers, seen: Seen, reach: int) -> NDArray[np.bool_]:
-    following = np.append(readers, -1)[np.searchsorted(readers, held)]
-    near = (following >= 0) & (following - held < reach)
-    return near & (seen.first[following] == seen.first[held])
 
 
 def fetched(x: Tensor, fetch: Fetch, group: dist.ProcessGroup | None, *, is_wide: bool = False) -> Tensor:

@@ -87,7 +87,7 @@ class Choice:
     def __init__(self, index: IndexInputs | None, chosen: list[Tensor]) -> None:
         self.index = index
         self.chosen = chosen
-        """Choice of each ``Rows``: global positions, int32 (B, T, k), or (B, G, T, k) of each key head; -1 for none."""
+        """Choice of each ``Rows``: ``packed`` global positions (B, T, k), or (B, G, T, k) of each key head."""
 
     @classmethod
     def __torch_function__(cls, function: object, types: object, args: Any = (), kwargs: object = None) -> Any:
@@ -166,7 +166,7 @@ def attend_by_key_head(qkv: tuple[Tensor, Tensor, Tensor], choice: Choice, asked
     q, (heads, size) = qkv[0], (qkv[1].shape[1], qkv[1].shape[-1])
     outs: list[Tensor] = []
     for rows, chosen in zip(asked.rows, choice.chosen, strict=True):
-        of_heads = chosen if chosen.ndim == 4 else chosen[:, None].expand(-1, heads, -1, -1)
+        of_heads = chosen if chosen.ndim == 5 else chosen[:, None].expand(-1, heads, -1, -1, -1)
         of_queries = q[rows.part].unflatten(1, (heads, -1)).flatten(0, 1)
         kv = torch.cat([x[rows.part] for x in qkv[1:]], -1).flatten(0, 1)
         options = asked.options(rows, slice(size, kv.shape[-1]))

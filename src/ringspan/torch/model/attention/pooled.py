@@ -5,6 +5,7 @@ pools that reach over the border of a span are made by the rank of their last to
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import linear, silu
 
 from ringspan.torch.attention.handler import handled
-from ringspan.torch.attention.index.chosen import IndexInputs, all_seen, choose, choose_blocks
+from ringspan.torch.attention.index.chosen import IndexInputs, all_seen, choose, choose_blocks, packed
 from ringspan.torch.attention.index.windows import (
     Attended,
     Row,
@@ -88,8 +89,11 @@ class GatedPools(Mixin):
 
 
 def _choice(chosen: Callable[[slice, Row], Tensor], device: torch.device) -> Choice:
-    rows = rows_now(device)
-    return Choice(None, [handled(lambda part=part, row=row: (chosen(part, row),))[0] for part, row in rows])
+
+    def of_row(part: slice, row: Row) -> tuple[Tensor]:
+        return (packed(chosen(part, row), row.length),)
+
+    return Choice(None, [handled(partial(of_row, *each))[0] for each in rows_now(device)])
 
 
 def _choose_pools(
