@@ -23,14 +23,28 @@ def tier(path: Path) -> str:
     return "b" if _imports_heavy(path, frozenset()) or _takes(path, "pool") else "a"
 
 
-def group(file: str) -> str:
-    """Return what the test file shares with others, for which one worker runs them all: ranks, or itself alone."""
-    return next((ranks for ranks in ("world", "pool") if _takes(ROOT / file, ranks)), file)
+def group(test: str) -> str:
+    """Return what the test, named as pytest does, shares with others, for which one worker runs them all: ranks, or its
+    file alone.
+    """
+    file, _, name = test.partition("::")
+    path, function = ROOT / file, name.partition("[")[0]
+    return next((ranks for ranks in ("world", "pool") if function in _takers(path, ranks)), file)
 
 
 def _takes(path: Path, fixture: str) -> bool:
-    functions = (node for node in ast.walk(_parsed(path)) if isinstance(node, ast.FunctionDef))
-    return any(argument.arg == fixture for function in functions for argument in function.args.args)
+    return bool(_takers(path, fixture))
+
+
+@functools.cache
+def _takers(path: Path, fixture: str) -> set[str]:
+    """Return the functions of the file that take the fixture, or one of the file that does."""
+    functions = [node for node in ast.walk(_parsed(path)) if isinstance(node, ast.FunctionDef)]
+    takers, last = {fixture}, set[str]()
+    while takers != last:
+        last = takers
+        takers = takers | {each.name for each in functions if takers & {argument.arg for argument in each.args.args}}
+    return takers - {fixture}
 
 
 @functools.cache
