@@ -12,8 +12,7 @@ from ringspan.core import reference
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import causal, full
 from ringspan.core.geometry.shares import Shares
-from ringspan.core.recurrence.scan import scan_rounds
-from ringspan.core.recurrence.spans import links_of, places_of
+from ringspan.core.recurrence.spans import links_of, places_of, scan_rounds
 from ringspan.core.schedule.route import member_heads
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.core.schedule.steps import Compute, Part

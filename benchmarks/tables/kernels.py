@@ -5,7 +5,7 @@ from typing import Final
 
 import torch
 
-from ringspan.measure.bench.kernels import CASES, serving
+from ringspan.measure.cluster.doctor import CASES, serving
 from ringspan.torch.kernels.device import DeviceRules, ruled_by, rules_of
 
 _EVERY_CUDA: Final = DeviceRules(

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from ringspan.torch.data.tree import share_prefixes
     from ringspan.torch.from_pretrained import from_pretrained
     from ringspan.torch.memory.adamw import HostAdamW
+    from ringspan.torch.model.tasks.causal_lm import token_logprobs
     from ringspan.torch.model.tasks.hidden_states import global_sum, shard_features
-    from ringspan.torch.model.tasks.logprobs import token_logprobs
     from ringspan.torch.parallelize import parallelize
     from ringspan.torch.runtime.foreign_mesh import map_mesh
     from ringspan.torch.runtime.mesh import init_mesh
@@ -51,7 +51,7 @@ _NAMES = {
     "torch.from_pretrained": ("from_pretrained",),
     "torch.memory.adamw": ("HostAdamW",),
     "torch.model.tasks.hidden_states": ("global_sum", "shard_features"),
-    "torch.model.tasks.logprobs": ("token_logprobs",),
+    "torch.model.tasks.causal_lm": ("token_logprobs",),
     "torch.parallelize": ("parallelize",),
     "torch.runtime.foreign_mesh": ("map_mesh",),
     "torch.runtime.mesh": ("init_mesh",),

@@ -1,7 +1,5 @@
 """The Llama of the examples on JAX's ring against Hugging Face's on one process: loss, gradients and a step."""
 
-import importlib
-
 import numpy as np
 import pytest
 
@@ -138,12 +136,6 @@ def test_meshes_and_batches_that_do_not_fit_are_refused():
         shard_batch(batch_of(3, 8), init_mesh(dp=2))
     with pytest.raises(rs.UnsupportedError, match="does not know attention_mask"):
         shard_batch({**batch_of(2, 8), "attention_mask": np.ones((2, 8))}, init_mesh(dp=2))
-
-
-@pytest.mark.parametrize("name", ["llama", "checkpoint"])
-def test_the_modules_that_were_here_name_the_example(name):
-    with pytest.raises(ImportError, match=rf"ringspan\.jax\.{name} is now part of examples/jax_llama\.py"):
-        importlib.import_module(f"ringspan.jax.{name}")
 
 
 @pytest.mark.long

@@ -44,7 +44,7 @@ def plain_steps(config: TrainConfig, model: Any, data: Any) -> list[float]:
     """The losses of the run's steps by torch's AdamW and cross-entropy alone, on one process, of four examples each."""
     import torch
 
-    from ringspan.train.data.order import BatchOrder
+    from ringspan.train.data.sequences import BatchOrder
     from ringspan.train.job import learning_rate
 
     order, given = BatchOrder(len(data), config.seed, 4, 1, 1), config.optimizer

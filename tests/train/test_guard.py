@@ -12,7 +12,7 @@ from ringspan.core.errors import PeerMismatch
 from ringspan.train import guard as guards
 from ringspan.train import job as jobs
 from ringspan.train.config.tables import GuardConfig
-from ringspan.train.data.order import BatchOrder
+from ringspan.train.data.sequences import BatchOrder
 from ringspan.train.guard import Diverged, Guard, Spikes
 from ringspan.train.job import prepare
 from ringspan.train.loop import Observer, train

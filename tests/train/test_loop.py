@@ -18,8 +18,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.torch.data.batch import IGNORED
 from ringspan.train.config.tables import OptimizerConfig, TrainConfig
 from ringspan.train.data.documents import scan_documents
-from ringspan.train.data.order import BatchOrder
-from ringspan.train.data.sequences import build_data
+from ringspan.train.data.sequences import BatchOrder, build_data
 from ringspan.train.job import _matmul_flops, learning_rate, prepare
 from ringspan.train.loop import Observer, train
 from ringspan.train.model import build_model, load_model_config, load_tokenizer

@@ -15,7 +15,7 @@ from ringspan.checkpoints.checkpoint import Checkpoints
 from ringspan.checkpoints.state import run_state
 from ringspan.core.errors import ConfigError
 from ringspan.train.config.tables import OptimizerConfig
-from ringspan.train.optimizer import build_optimizer, set_learning_rate
+from ringspan.train.job import build_optimizer, set_learning_rate
 from tests.torch.models import build, relative, tokens
 
 RATES = (3e-2, 1e-2, 2e-2)

@@ -10,7 +10,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.evaluate.settings import EvalSettings
 from ringspan.generate.session import PATIENCE_SECONDS, Session
 from ringspan.torch.data.batch import shard_batch
-from ringspan.torch.model.tasks.logprobs import token_logprobs
+from ringspan.torch.model.tasks.causal_lm import token_logprobs
 from ringspan.torch.runtime.launch import local_device
 
 FIRST_EDGE: Final = 64

@@ -12,7 +12,7 @@ from transformers.trainer_utils import has_length
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.sharing import even_out, worth_of_sharing
-from ringspan.hf.classes import classifies
+from ringspan.hf.batches import classifies
 from ringspan.hf.seams import method_behind
 
 _log: Final = logging.getLogger(__name__)

@@ -1,13 +1,17 @@
 """A model on a ring that is called like any model: with whole batches, for whole results.
 
 Trainers call ``model(input_ids=..., labels=...)`` in many places, so batches are split there. Gradients are averaged
-over replicas: to a trainer a ring is one process. B batch, S global tokens, T local tokens, V vocabulary, R replicas.
+over replicas: to a trainer a ring is one process. TRL's fused head (``add_fused_lm_head``) is a ``forward``: decoder,
+then TRL's kernels; here the ring's pass runs the decoder, and TRL's forward gets local hidden states in place of a
+model. B batch, S global tokens, T local tokens, V vocabulary, L labels, R replicas.
 """
 
 import inspect
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from types import SimpleNamespace
 from typing import Any, Final
 
 import torch
@@ -16,27 +20,36 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy
+from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.hf.classes import classified
 from ringspan.hf.config import RingConfig
-from ringspan.hf.fused import fused_output, take_fused_forward
 from ringspan.hf.refusals import refuse_loss_options
 from ringspan.torch.consistency.calls import exchanging, preparing
 from ringspan.torch.data.batch import IGNORED, TAKEN, shard_batch
+from ringspan.torch.data.padding import real_tokens, refuse_targets_of_padding
 from ringspan.torch.data.tree import times_counted
 from ringspan.torch.generate.cache.cache import RingCache
 from ringspan.torch.layers.cache_names import given_cache
 from ringspan.torch.layers.decoder import text_config
-from ringspan.torch.layers.modules import mix_in, seen_as
+from ringspan.torch.layers.modules import class_name, mix_in, seen_as
+from ringspan.torch.layers.view import RingModel
 from ringspan.torch.model.adapters import base_of
-from ringspan.torch.model.tasks.causal_lm import RingCausalLM, gathered_tokens
-from ringspan.torch.model.tasks.classifier import RingClassifier, pools
+from ringspan.torch.model.tasks.causal_lm import Asked, PerToken, RingCausalLM, gathered_tokens
+from ringspan.torch.model.tasks.classifier import RingClassifier, ends_of, pools
 from ringspan.torch.model.tasks.shared_rows import SharedRows
 from ringspan.torch.parallelize import put_on_mesh
 
 _log: Final = logging.getLogger(__name__)
+FIELDS: Final = (
+    "log_probs",
+    "entropy",
+    "log_sum_sq_probs",
+    "mean_logits",
+    "is_top1",
+    "label_mask",
+)  # of TRL's fused output
 
 
 class WholeBatches:
@@ -226,3 +239,96 @@ def _without_last(output: Any) -> Any:
         if isinstance(value, Tensor) and value.ndim == 2:
             output[name] = value[:, :-1]
     return output
+
+
+def take_fused_forward(model: nn.Module) -> Callable[..., Any] | None:
+    """Remove and return the forward set by ``add_fused_lm_head``, or None; on a ring it would call the old forward."""
+    forward: Any = vars(model).get("forward")
+    if "fused_lm_head" not in getattr(getattr(forward, "__code__", None), "co_varnames", ()):
+        return None
+    del model.forward
+    return forward.__func__
+
+
+def fused_output(
+    model: RingModel, call: Callable[..., Any], gathered: Callable[[Tensor], Tensor], count: int | None
+) -> object:
+    """Return TRL's ``FusedCausalLMOutput``, (B, S) in the whole batch's order on every rank.
+
+    ``call``: the ring's pass of the local batch; ``count``: targets to divide the loss by, None for the batch's.
+    """
+    forward: Any = getattr(vars(model).get("forward"), "__func__", None) or vars(model).get("ring_fused_forward")
+    if forward is None:
+        raise UnsupportedError("fused_lm_head=True: this model has no fused head; call trl's add_fused_lm_head first")
+    if model.ring_head_parts:
+        raise UnsupportedError(
+            f"fused_lm_head=True: {class_name(model)} has layers between its decoder and its head, which TRL's "
+            "fused head leaves out; use fused_lm_head=False"
+        )
+    found: list[Any] = []
+    asked = PerToken("a forward pass", partial(_per_token, forward, found))
+    output = call(ring_asked=asked)
+    kind, names = found
+    numbers = gathered(output.logits).unbind(-1)
+    values: dict[str, Any] = dict(zip(names, numbers, strict=True))
+    values |= {name: values[name].detach() > 0.5 for name in ("is_top1", "label_mask") if name in values}
+    values |= {name: values[name].detach() for name in ("log_sum_sq_probs", "mean_logits") if name in values}
+    total = values["label_mask"].sum().clamp(min=1) if count is None else count
+    return kind(loss=-values["log_probs"].sum() / total, aux_loss=getattr(output, "aux_loss", None), **values)
+
+
+def _per_token(
+    forward: Callable[..., Any], found: list[Any], model: PreTrainedModel, hidden: Tensor, targets: Tensor
+) -> Tensor:
+    """Run TRL's forward on local hidden states; concatenate its results as (B, T, fields)."""
+    in_place = SimpleNamespace(
+        base_model=lambda **_: SimpleNamespace(last_hidden_state=hidden),
+        get_output_embeddings=model.get_output_embeddings,
+    )
+    # The load-balancing loss is the ring's, over the tokens of all ranks.
+    output = forward(in_place, fused_lm_head=True, shift_labels=targets.long(), output_router_logits=False)
+    names = [name for name in FIELDS if getattr(output, name) is not None]
+    found[:] = type(output), names
+    return torch.stack([getattr(output, name).float() for name in names], -1)
+
+
+def classifies(model: nn.Module) -> bool:
+    """Return True for a classifier on a ring, also inside adapters."""
+    return isinstance(base_of(model), RingClassifier)
+
+
+def classified(model: RingModel, call: Callable[..., Any], kwargs: dict[str, Any]) -> object:
+    """Run the whole batch in ``kwargs``: logits (B, L), or (B, S, L) for tokens, on all ranks; with labels also a loss.
+
+    Classifiers take a mean; if Trainer has counted targets, it multiplies by the count, so the loss is 1/R of the mean.
+    """
+    whole = {name: kwargs.pop(name) for name in TAKEN if name in kwargs}
+    labels, count = whole.pop("labels", None), kwargs.pop("num_items_in_batch", None)
+    kwargs.pop("margin", None)  # TRL's reward trainer gives models its whole batch
+    with preparing(model.ring_mesh, "a forward pass"):
+        if labels is not None and not pools(model):
+            refuse_targets_of_padding(labels != IGNORED, real_tokens(whole), "labels", 0)
+        least, shared = model.ring_min_shared, None
+        if least is None:
+            local = shard_batch(whole, model.ring_mesh, layout=model.ring_layout)
+        else:
+            ends = ends_of(model, whole["input_ids"], real_tokens(whole))
+            shared = SharedRows(model, whole | {"shift_labels": ends}, least)
+            local, kwargs["ring_asked"] = shared.local, Asked.ENDS
+    output = call(**local, **kwargs)
+    logits: Tensor = output.logits.float() if model.ring_autocast is not None else output.logits
+    if shared is not None:
+        logits = shared.of_targets(logits).sum(1)
+    if not pools(model):
+        length, lengths = whole["input_ids"].shape[1], local.get("document_lengths")
+        logits = gathered_tokens(model, logits, length, lengths).contiguous()  # losses look at it flat
+    output.logits = logits
+    if labels is None:
+        return output
+    if pools(model):
+        loss = model.loss_function(logits=logits, labels=labels, pooled_logits=logits, config=model.config)
+    else:
+        loss = model.loss_function(logits, labels, model.config)
+    if count is not None:
+        loss = loss / model.ring_mesh["replicate"].size()
+    return type(output)(loss=loss, logits=logits)

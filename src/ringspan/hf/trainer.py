@@ -18,8 +18,7 @@ from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import PredictionOutput, TrainOutput, seed_worker
 
 from ringspan.hf.balance import balance_steps
-from ringspan.hf.batches import takes_whole_batches, whole_logits
-from ringspan.hf.classes import classifies
+from ringspan.hf.batches import classifies, takes_whole_batches, whole_logits
 from ringspan.hf.config import RingConfig
 from ringspan.hf.progress import load_optimizer, save_optimizer
 from ringspan.hf.refusals import explained, refuse_accelerator, refuse_arguments, refuse_callback, refuse_optimizer

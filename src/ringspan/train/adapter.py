@@ -12,8 +12,7 @@ from ringspan.core.messages.lines import refused
 from ringspan.torch.model.adapters import adapter_weights, asking_as_before, base_of
 from ringspan.torch.weights.deferred import Deferred, Region, deferred, part, shape_of
 from ringspan.torch.weights.loading import auto_class
-from ringspan.torch.weights.saving import plan_files, saved_names, shards_of
-from ringspan.torch.weights.writing import MAX_SHARD_SIZE, WeightsPlan
+from ringspan.torch.weights.writing import MAX_SHARD_SIZE, WeightsPlan, plan_files, saved_names, shards_of
 from ringspan.train.config.model_table import AdapterConfig
 
 BASE_PREFIX: Final = "base_model.model."  # of the names of a model's weights inside of PEFT's

@@ -1,5 +1,7 @@
-"""A rank's job: model, data, optimizer, and one step of them."""
+"""A rank's job: model, data, optimizer (what decays, place and bits of its moments), and one step of them."""
 
+import importlib
+import importlib.util
 import math
 import os
 import time
@@ -15,10 +17,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ringspan.checkpoints.state import begin_random_numbers
+from ringspan.core.errors import ConfigError
 from ringspan.core.geometry.balanced import batch_layout
+from ringspan.core.messages.extras import require
 from ringspan.core.names import CheckpointName
 from ringspan.core.sharing import even_out, worth_of_sharing
 from ringspan.measure.machine import measure_flops, peak_bytes
@@ -27,6 +31,7 @@ from ringspan.torch.generate.cache.identity import digest_of
 from ringspan.torch.layers.decoder import decoder_of, text_config
 from ringspan.torch.layers.modules import whole
 from ringspan.torch.layers.positions import beyond_table
+from ringspan.torch.memory.adamw import HostAdamW, RoundingAdamW
 from ringspan.torch.memory.checkpointing import choose_checkpoint
 from ringspan.torch.model.adapters import base_of
 from ringspan.torch.model.tasks.shared_rows import SharedRows
@@ -36,8 +41,7 @@ from ringspan.torch.runtime.mesh import init_mesh
 from ringspan.train.adapter import add_adapter
 from ringspan.train.config.tables import OptimizerConfig, TrainConfig
 from ringspan.train.data.documents import scan_documents
-from ringspan.train.data.order import BatchOrder
-from ringspan.train.data.sequences import Data, Sequences, build_data, build_seen
+from ringspan.train.data.sequences import BatchOrder, Data, Sequences, build_data, build_seen
 from ringspan.train.guard import Guard, Verdict
 from ringspan.train.metrics import StepMetrics
 from ringspan.train.model import (
@@ -49,7 +53,6 @@ from ringspan.train.model import (
     load_tokenizer,
     num_matmul_parameters,
 )
-from ringspan.train.optimizer import build_optimizer, set_learning_rate
 
 
 @dataclass(kw_only=True)
@@ -312,3 +315,54 @@ def _matmul_flops(
     )
     dist.all_reduce(total)
     return float(total)
+
+
+def build_optimizer(model: PreTrainedModel, settings: OptimizerConfig) -> torch.optim.Optimizer:
+    groups, options = _decayed(model, settings), {"betas": settings.betas, "eps": settings.eps}
+    if settings.name != "adamw":
+        return _of_bitsandbytes(groups, options, settings.name)
+    if settings.state != "float32":
+        return _low_bit(groups, options, settings)
+    if settings.on_host:
+        return HostAdamW(groups, masters=settings.rounding == "master", **options)
+    if settings.rounding == "stochastic":
+        return RoundingAdamW(groups, **options)
+    return torch.optim.AdamW(groups, **options)
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the next step's rate, which some optimizers hold in a tensor."""
+    for group in optimizer.param_groups:
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate
+
+
+def _of_bitsandbytes(groups: list[dict[str, Any]], options: dict[str, Any], name: str) -> torch.optim.Optimizer:
+    require(f'optimizer.name = "{name}"', "bitsandbytes")
+    optim: Any = importlib.import_module("bitsandbytes.optim")
+    if name == "lion_8bit":
+        return optim.Lion8bit(groups, betas=options["betas"])
+    kinds = {"adamw_8bit": optim.AdamW8bit, "paged_adamw": optim.PagedAdamW, "paged_adamw_8bit": optim.PagedAdamW8bit}
+    return kinds[name](groups, **options)
+
+
+def _low_bit(groups: list[dict[str, Any]], options: dict[str, Any], settings: OptimizerConfig) -> torch.optim.Optimizer:
+    if importlib.util.find_spec("torchao") is not None:
+        from torchao.optim import AdamW4bit, AdamW8bit  # pyright: ignore[reportMissingImports]
+
+        kind = AdamW8bit if settings.state == "8bit" else AdamW4bit
+        return kind(groups, bf16_stochastic_round=settings.rounding == "stochastic", **options)
+    raise ConfigError(
+        f'optimizer.state = "{settings.state}": needs torchao, which is not installed; pip install torchao, or set '
+        'optimizer.state = "float32"'
+    )
+
+
+def _decayed(model: PreTrainedModel, settings: OptimizerConfig) -> list[dict[str, Any]]:
+    decays: dict[bool, list[Tensor]] = {True: [], False: []}  # matrices do, vectors do not
+    for p in model.parameters():
+        if p.requires_grad:
+            decays[p.ndim > 1].append(p)
+    return [{"params": ps, "weight_decay": does * settings.weight_decay} for does, ps in decays.items() if ps]

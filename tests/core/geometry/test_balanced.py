@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 import ringspan as rs
 from benchmarks.layouts import LAYOUTS, code, counted, drawn, lognormal, one_long
 from ringspan.core.errors import LayoutError
-from ringspan.core.geometry.balanced import balanced
+from ringspan.core.geometry.balanced import Placing, balanced, cut_by_work, level
 from ringspan.core.geometry.layout import CustomLayout
 from ringspan.core.geometry.pairs import pairs_before, stretches
-from ringspan.core.geometry.placing import Placing, cut_by_work, level
 from ringspan.core.schedule.schedule import make_schedule
 from tests.cases import long
 from tests.core.strategies import custom_layouts, lengths, masks

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 import ringspan as rs
 from ringspan.core.geometry.layout import Layout
-from ringspan.core.recurrence.scan import Rounds
+from ringspan.core.recurrence.spans import Rounds
 from tests.core.strategies import custom_layouts
 
 span_layouts = st.one_of(

@@ -7,9 +7,15 @@ from hypothesis import strategies as st
 
 import ringspan as rs
 from ringspan.core.errors import LayoutError
-from ringspan.core.recurrence.halo import halo_loans, reach_back
-from ringspan.core.recurrence.scan import scan_rounds
-from ringspan.core.recurrence.spans import begins_at, links_of, pieces_of, places_of
+from ringspan.core.recurrence.spans import (
+    begins_at,
+    halo_loans,
+    links_of,
+    pieces_of,
+    places_of,
+    reach_back,
+    scan_rounds,
+)
 from tests.core.recurrence.cases import sent_states, span_layouts, starts_of_rows
 
 

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks.tables.kernels import serves
 from ringspan.core.geometry.tile import Tile
-from ringspan.measure.bench.kernels import CASES, kernel_report, serving
+from ringspan.measure.cluster.doctor import CASES, kernel_report, serving
 from ringspan.torch import kernels
 from ringspan.torch.kernels.contract import Scores
 from ringspan.torch.kernels.device import DeviceRules, ruled_by, rules_of

@@ -10,8 +10,7 @@ from transformers import AutoModelForCausalLM
 
 import ringspan as rs
 from ringspan.core.errors import RingspanError, UnsupportedError
-from ringspan.core.recurrence.scan import scan_rounds
-from ringspan.core.recurrence.spans import links_of, places_of
+from ringspan.core.recurrence.spans import links_of, places_of, scan_rounds
 from ringspan.core.recurrence.traffic import state_messages
 from ringspan.core.schedule import events, steps
 from ringspan.core.schedule.schedule import make_schedule

@@ -35,8 +35,7 @@ from ringspan.torch.layers.decoder import inner_of
 from ringspan.torch.model.view import view_of
 from ringspan.torch.multimodal.cuts import pieces_of
 from ringspan.torch.multimodal.kinds import Modality, kind_of
-from ringspan.torch.multimodal.shares import share_out
-from ringspan.torch.multimodal.towers import SharedTowers
+from ringspan.torch.multimodal.towers import SharedTowers, share_out
 from tests.cases import few
 from tests.torch.multimodal.models import KINDS, SOUND, batch_of, build
 

@@ -14,7 +14,7 @@ import ringspan as rs
 from ringspan.core.errors import ConfigError
 from ringspan.torch.memory.adamw import HostAdamW, RoundingAdamW, rounded
 from ringspan.train.config.tables import OptimizerConfig
-from ringspan.train.optimizer import build_optimizer
+from ringspan.train.job import build_optimizer
 from tests.torch.models import build, tokens
 
 

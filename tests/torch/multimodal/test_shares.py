@@ -13,7 +13,7 @@ from ringspan.torch.data.batch_layout import BatchLayout
 from ringspan.torch.layers.decoder import inner_of
 from ringspan.torch.model.view import view_of
 from ringspan.torch.multimodal.kinds import kind_of
-from ringspan.torch.multimodal.shares import make_plan, share_out
+from ringspan.torch.multimodal.towers import make_plan, share_out
 from tests.torch.models import relative
 from tests.torch.multimodal.models import KINDS, Example, batch_of, build
 

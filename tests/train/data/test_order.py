@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ringspan.core.errors import ConfigError
 from ringspan.core.sharing import busiest_over_mean, even_out
-from ringspan.train.data.order import BatchOrder
+from ringspan.train.data.sequences import BatchOrder
 
 
 def order(

@@ -1,15 +1,20 @@
 """Layouts that balance a mask: equal tokens and work per rank, and little to send."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from heapq import heapify, heappop, heappush, heapreplace
+from itertools import pairwise
 from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ringspan.core.errors import LayoutError
 from ringspan.core.geometry.folds import folded_layout
 from ringspan.core.geometry.layout import CustomLayout, Layout
 from ringspan.core.geometry.mask import FORMS, Mask, documents
-from ringspan.core.geometry.pairs import stretches
-from ringspan.core.geometry.placing import Placing
+from ringspan.core.geometry.pairs import IntArray, Stretches, stretches
 from ringspan.core.geometry.tree import Tree
 from ringspan.core.messages.numbers import described, integer, is_a
 from ringspan.core.names import BATCH_LAYOUT_NAMES, BatchLayoutName, find_name
@@ -17,6 +22,17 @@ from ringspan.core.names import BATCH_LAYOUT_NAMES, BatchLayoutName, find_name
 CHUNK_TOKENS: Final = 128  # below, kernels lose more than balance gains
 _EVEN: Final = 0.03  # of a rank's mean work: what the busiest may have more
 _LEAST_LEEWAY: Final = 0.25  # of the tolerances: with less, far more is sent for hardly better balance
+_CANDIDATES: Final = 64  # ways to split a rank's part of a long document into an early and a late chunk
+_SWEEPS: Final = 4  # over all cut documents
+# Of a rank's mean work:
+_TOLERANCE: Final = 0.005  # what may be left to no rank, so that fewer documents are cut
+_LARGE: Final = 0.02  # what is less is levelled out by what comes
+_OVER_FOR_ONE_CHUNK: Final = 0.02  # what one chunk may be above two, which are sent to more ranks
+# Of the first of these:
+_MORE_FOR_NO_CUT: Final = 1 / 16  # by how much a document that stays whole may add to it
+_MORE_FOR_FEWER_RANKS: Final = 1 / 4  # and one that goes to fewer ranks than it could
+
+FloatArray = NDArray[np.floating]
 
 
 def balanced(mask: Mask, *, length: int, ranks: int, chunk_tokens: int = CHUNK_TOKENS) -> CustomLayout:
@@ -63,3 +79,284 @@ def _balanced(mask: Mask, length: int, ranks: int, chunk_tokens: int) -> CustomL
             break
         leeway /= 2 if above <= 1.5 * found[-1].mean else 4
     return min(found, key=lambda each: each.most_above).layout()
+
+
+@dataclass
+class Cut:
+    """A document on several ranks, and each rank's number of its tokens."""
+
+    stretch: int
+    ranks: IntArray
+    counts: IntArray
+    pairs: IntArray
+    chunks: list[tuple[int, int, int]]
+    """Rank, start, count."""
+
+
+def cut_in_order(some: Stretches, stretch: int, ranks: IntArray, counts: IntArray) -> Cut:
+    edges = some.starts[stretch] + np.concatenate(([0], counts.cumsum()))
+    pairs = np.diff(some.before(stretch, edges))
+    return Cut(stretch, ranks, counts, pairs, list(zip(ranks.tolist(), edges.tolist(), counts.tolist(), strict=False)))
+
+
+def cut_by_work(
+    some: Stretches, stretch: int, ranks: IntArray, counts: IntArray, wanted: FloatArray, above: float
+) -> Cut:
+    """Cut two chunks per rank, early and late (little and much work), that sum to the wanted work."""
+    # One chunk if that costs at most ``above`` more, as under a window.
+    in_order = cut_in_order(some, stretch, ranks, counts)
+    if (in_order.pairs - wanted).max() <= above:
+        return in_order
+    start, stop = int(some.starts[stretch]), int(some.stops[stretch])
+    pairs: list[int] = []
+    chunks: list[tuple[int, int, int]] = []
+    for rank, count, work in zip(ranks.tolist(), counts.tolist(), wanted.tolist(), strict=True):
+        steps = min(count, _CANDIDATES)
+        early = np.arange(steps + 1, dtype=np.int64) * count // steps
+        edges = some.before(stretch, np.concatenate((start + early, stop - count + early, [start, stop])))
+        both = edges[: len(early)] - edges[-2] + edges[-1] - edges[len(early) : -2]
+        best = int(np.abs(both - work).argmin())
+        first = int(early[best])
+        pairs.append(int(both[best]))
+        chunks += [(rank, start, first), (rank, stop - (count - first), count - first)]
+        start, stop = start + first, stop - (count - first)
+    return Cut(stretch, ranks, counts, np.array(pairs), [chunk for chunk in chunks if chunk[2]])
+
+
+def level(some: Stretches, cuts: list[Cut], lacking: FloatArray, above: float, above_in_order: float) -> None:
+    """Exchange early and late chunks to relieve ranks with ``above`` too much work; update ``cuts`` and ``lacking``."""
+    for _ in range(_SWEEPS):
+        is_changed = False
+        for index, old in enumerate(cuts):
+            before = lacking[old.ranks]
+            if -before.min() <= above or before.mean() - before.min() <= above / 4:
+                continue
+            wanted = old.pairs + before - before.mean()
+            new = cut_by_work(some, old.stretch, old.ranks, old.counts, wanted, above_in_order)
+            after = before + old.pairs - new.pairs
+            if after.min() > before.min():
+                lacking[old.ranks] = after
+                cuts[index], is_changed = new, True
+        if not is_changed:
+            return
+
+
+class Placing:
+    def __init__(self, some: Stretches, length: int, ranks: int, chunk_tokens: int, leeway: float) -> None:
+        self.some, self.length, self.ranks, self.chunk_tokens = some, length, ranks, chunk_tokens
+        self.mean = float(some.pairs.sum()) / ranks
+        self.slack, self.large, self.over = (
+            leeway * each * self.mean for each in (_TOLERANCE, _LARGE, _OVER_FOR_ONE_CHUNK)
+        )
+        self.free: IntArray = np.full(ranks, -(-length // ranks), np.int64)
+        self.lacking: FloatArray = np.full(ranks, self.mean)
+        self.numbers = np.arange(1, ranks + 1)
+        self.tokens = some.stops - some.starts
+        self.order = np.lexsort((some.starts, -self.tokens, -some.pairs / self.tokens))
+        # The least work that so many tokens of the last documents can be.
+        self.least_tokens = np.concatenate(([0.0], self.tokens[self.order][::-1].cumsum()))
+        self.least_pairs = np.concatenate(([0.0], some.pairs[self.order][::-1].cumsum()))
+        self.missing = 0.0  # ``_missing`` of what has been placed
+        self.home: IntArray = np.full(len(self.tokens), -1)  # of documents that are whole
+        self.cuts: list[Cut] = []
+
+    @property
+    def most_above(self) -> float:
+        """The busiest rank's work above the mean."""
+        return -float(self.lacking.min())
+
+    def place_all(self) -> None:
+        tokens, pairs = self.tokens[self.order], self.some.pairs[self.order]
+        rest = len(self.order) - 1 - np.arange(len(self.order))
+        densities = self.least_pairs[rest] / np.maximum(self.least_tokens[rest], 1)
+        large = int(np.flatnonzero(pairs - densities * tokens > self.large).max(initial=-1)) + 1
+        self._place_large(self.order[:large], densities[:large].tolist())
+        for first in range(large, len(self.order), self.ranks):
+            self._place_small(self.order[first : first + self.ranks], float(densities[first]))
+        level(self.some, self.cuts, self.lacking, self.slack, self.over)
+
+    def _place_large(self, documents: IntArray, densities: list[float]) -> None:
+        # Balance is monotonic, so ever more are placed at a time, and fewer again after a failure.
+        done, together = 0, 1
+        while done < len(documents):
+            if together == 1:
+                together = 2 if self._place(int(documents[done]), densities[done]) else 1
+                done += 1
+                continue
+            before = self.free.copy(), self.lacking.copy()
+            some = slice(done, done + together)
+            homes = self._homes(documents[some], densities[some])
+            missing = self._missing(self.free, self.lacking)
+            if homes and missing <= self._bound(self.missing, _MORE_FOR_NO_CUT):
+                self.home[documents[done : done + len(homes)]] = homes
+                self.missing = missing
+                done, together = done + len(homes), 2 * together
+            else:
+                self.free, self.lacking = before
+                together = max(1, len(homes) // 2)
+
+    def _bound(self, missing: float, more: float) -> float:
+        """Return the work that may stay unplaced, given ``missing`` and the slack to come."""
+        return max(self.slack, missing + more * self.slack)
+
+    def _homes(self, documents: IntArray, densities: list[float]) -> list[int]:
+        homes: list[int] = []
+        tokens, pairs = self.tokens[documents].tolist(), self.some.pairs[documents].tolist()
+        for count, work, density in zip(tokens, pairs, densities, strict=True):
+            rank = int(np.where(self.free >= count, self.lacking - density * self.free, -np.inf).argmax())
+            if self.free[rank] < count:
+                break
+            self.free[rank] -= count
+            self.lacking[rank] -= work
+            homes.append(rank)
+        return homes
+
+    def _place(self, stretch: int, density: float) -> bool:
+        """Place a document whole if the rest (returned) can balance the others, else over the fewest ranks."""
+        tokens, pairs = int(self.tokens[stretch]), int(self.some.pairs[stretch])
+        excess = self.lacking - density * self.free
+        fits = self.free >= tokens
+        best, above = -1, np.inf  # the rank that would have all of it, and how much work that would leave to no rank
+        if fits.any():
+            best = int(np.where(fits, excess, -np.inf).argmax())
+            above = self._missing_after(np.array([best]), np.array([tokens]), np.array([float(pairs)]))
+            if above <= self._bound(self.missing, _MORE_FOR_NO_CUT):
+                self._take_whole(stretch, best, above)
+                return True
+        wanted = pairs - density * tokens
+        able = np.flatnonzero(self.free > 0)
+        able = able[np.lexsort((able, -self.free[able], -excess[able]))]
+        fewest = max(2, int((self.free[able].cumsum() >= tokens).argmax()) + 1)
+        able = able[: max(fewest, tokens // (2 * self.chunk_tokens))]  # two chunks each
+        widest = self._shared(tokens, wanted, density, excess, able)
+        bound = self._bound(self._missing_after(*widest), _MORE_FOR_FEWER_RANKS)
+        if above <= bound:
+            self._take_whole(stretch, best, above)
+            return False
+        # Double the ranks until they are enough, then halve the step.
+        low, high = fewest - 1, min(fewest, len(able))
+        found = widest
+        while high < len(able):
+            found = self._shared(tokens, wanted, density, excess, able[:high])
+            if self._missing_after(*found) <= bound:
+                break
+            low, high, found = high, min(2 * high, len(able)), widest
+        while high - low > 1:
+            middle = (low + high) // 2
+            tried = self._shared(tokens, wanted, density, excess, able[:middle])
+            if self._missing_after(*tried) <= bound:
+                high, found = middle, tried
+            else:
+                low = middle
+        self._take_cut(stretch, *found)
+        return False
+
+    def _shared(
+        self, tokens: int, wanted: float, density: float, excess: FloatArray, ranks: IntArray
+    ) -> tuple[IntArray, IntArray, FloatArray]:
+        shares = np.maximum(excess[ranks], 0.0)
+        shares += max(0.0, wanted - float(shares.sum())) / len(ranks)
+        shares = shares / shares.sum() if shares.any() else np.full(len(ranks), 1 / len(ranks))
+        counts = _split(tokens, shares, self.free[ranks])
+        return ranks, counts, density * counts + wanted * shares
+
+    def _missing_after(self, ranks: IntArray, tokens: IntArray, work: FloatArray) -> float:
+        free, lacking = self.free.copy(), self.lacking.copy()
+        free[ranks] -= tokens
+        lacking[ranks] -= work
+        return self._missing(free, lacking)
+
+    def _missing(self, free: IntArray, lacking: FloatArray) -> float:
+        """Return the work above the mean if later documents could be cut at will."""
+        needed = np.where(free > 0, lacking / np.maximum(free, 1), np.where(lacking < 0, -np.inf, np.inf))
+        order = np.argsort(needed, kind="stable")
+        least = np.interp(free[order].cumsum(), self.least_tokens, self.least_pairs)
+        return float(((least - lacking[order].cumsum()) / self.numbers).max())
+
+    def _take_whole(self, stretch: int, rank: int, missing: float) -> None:
+        self.home[stretch] = rank
+        self.free[rank] -= self.tokens[stretch]
+        self.lacking[rank] -= self.some.pairs[stretch]
+        self.missing = missing
+
+    def _take_cut(self, stretch: int, ranks: IntArray, counts: IntArray, work: FloatArray) -> None:
+        held = counts > 0
+        cut = cut_by_work(self.some, stretch, ranks[held], counts[held], work[held], self.over)
+        self.cuts.append(cut)
+        self.free[cut.ranks] -= cut.counts
+        self.lacking[cut.ranks] -= cut.pairs
+        self.missing = self._missing(self.free, self.lacking)
+
+    def _place_small(self, documents: IntArray, density: float) -> None:
+        excess = self.lacking - density * self.free
+        # There are thousands of them, and Python reads one number at a time faster from a list than from an array.
+        free, lacking = self.free.tolist(), self.lacking.tolist()
+        excesses: list[float] = excess.tolist()
+        heap = [(-each, rank) for rank, each in enumerate(excesses)]
+        heapify(heap)
+        tokens, pairs = self.tokens[documents].tolist(), self.some.pairs[documents].tolist()
+        for stretch, count, work in zip(documents.tolist(), tokens, pairs, strict=True):
+            while -heap[0][0] != excesses[heap[0][1]]:  # what it said of a rank holds no longer
+                heappop(heap)
+            rank = heap[0][1]
+            if free[rank] < count:
+                rank = int(np.where(self.free >= count, excess, -np.inf).argmax())
+            if free[rank] < count:
+                self.cuts.append(cut := self._fill(stretch))
+                taken = zip(cut.ranks.tolist(), cut.counts.tolist(), cut.pairs.tolist(), strict=True)
+            else:
+                self.home[stretch] = rank
+                taken = ((rank, count, work),)
+            for one, number, some in taken:
+                lacking[one] -= some
+                self.free[one] = free[one] = free[one] - number
+                excess[one] = excesses[one] = excesses[one] - (some - density * number)
+                (heapreplace if one == heap[0][1] else heappush)(heap, (-excesses[one], one))
+        self.lacking[:] = lacking
+
+    def _fill(self, stretch: int) -> Cut:
+        ranks = np.argsort(-self.free, kind="stable")
+        filled = self.free[ranks].cumsum()
+        tokens = int(self.tokens[stretch])
+        ranks = ranks[: int(filled.searchsorted(tokens)) + 1]
+        counts = np.diff(np.minimum(filled[: len(ranks)], tokens), prepend=0)
+        return cut_in_order(self.some, stretch, ranks, counts)
+
+    def layout(self) -> CustomLayout:
+        whole = np.flatnonzero(self.home >= 0)
+        runs = np.concatenate(
+            [
+                np.stack((self.home[whole], self.some.starts[whole], self.tokens[whole]), 1),
+                *(np.array(cut.chunks, np.int64) for cut in self.cuts),
+                np.stack((self.numbers - 1, self.length + self.free.cumsum() - self.free, self.free), 1),  # padding
+            ]
+        )
+        runs = runs[runs[:, 2] > 0]
+        ranks, starts, counts = runs[np.lexsort((runs[:, 1], runs[:, 0]))].T
+        # Runs of a rank that lie side by side are one, but for padding.
+        is_first = (ranks[1:] != ranks[:-1]) | (starts[1:] != starts[:-1] + counts[:-1]) | (starts[1:] == self.length)
+        firsts = np.flatnonzero(np.concatenate(([True], is_first)))
+        joined = list(zip(starts[firsts].tolist(), np.add.reduceat(counts, firsts).tolist(), strict=True))
+        edges = np.searchsorted(ranks[firsts], np.arange(self.ranks + 1)).tolist()
+        return CustomLayout.of((joined[a:b] for a, b in pairwise(edges)), self.length)
+
+
+def _split(tokens: int, shares: FloatArray, free: IntArray) -> IntArray:
+    """Split ``tokens`` in proportion to the shares, each at most what is free."""
+    counts = np.zeros(len(shares), np.int64)
+    left = tokens
+    weights = np.where(shares > 0, shares, 1e-9 * max(1.0, float(shares.max(initial=0.0))))
+    while left:
+        room = free - counts
+        active = np.where(room > 0, weights, 0.0)
+        ideal = active / active.sum() * left
+        add = np.minimum(np.floor(ideal).astype(np.int64), room)
+        if not add.any():  # fewer are left than ranks: one each, to the largest remainders
+            for rank in np.lexsort((np.arange(len(ideal)), -ideal)).tolist():
+                if left and room[rank]:
+                    counts[rank] += 1
+                    left -= 1
+            continue
+        counts += add
+        left -= int(add.sum())
+    return counts

@@ -1,11 +1,21 @@
-"""Spans (consecutive tokens of one rank) in order of position, cut at documents, which begin with a state of 0."""
+"""Spans (consecutive tokens of one rank) in order of position, cut at documents, which begin with a state of 0.
+
+Which span needs whose state (rounds of messages), and which inputs of a convolution (loans); of a tree of segments, a
+span takes the state of the one before it on its branch.
+"""
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Final, NamedTuple
 
 from ringspan.core.errors import LayoutError
 from ringspan.core.geometry.layout import Layout
+from ringspan.core.geometry.tree import Tree
+
+CHAIN_SPANS: Final = 8
+"""Up to so many spans, as few bytes as possible; beyond, few rounds."""
 
 
 class Place(NamedTuple):
@@ -90,3 +100,146 @@ def links_of(places: Sequence[Place], starts_of_rows: Sequence[Sequence[int]]) -
         tuple(any(continues(places, number, starts) for starts in starts_of_rows) for number in numbers),
         tuple(any(passes(places, number, starts) for starts in starts_of_rows) for number in numbers),
     )
+
+
+class Message(NamedTuple):
+    """Message between spans: with the map A too (``has_map``), before the target's map (``composes``), as its state."""
+
+    source: int
+    target: int
+    has_map: bool
+    composes: bool
+    is_state: bool
+
+
+Rounds = tuple[tuple[Message, ...], ...]
+
+
+def scan_rounds(links: Links, *, chain_spans: int = CHAIN_SPANS) -> Rounds:
+    """Return rounds that give each span its state. A round sends the values before it."""
+    # Spans are in the order of the state's path; one that does not pass states on has A = 0.
+    rounds: dict[int, list[Message]] = {}
+    for first, last in _runs(links):
+        spans = last - first  # those whose prefixes somebody needs, all but the last
+        steps = _chain(first, last) if spans <= chain_spans else _doubling(first, spans)
+        for number, message in steps:
+            rounds.setdefault(number, []).append(message)
+    return tuple(tuple(rounds[number]) for number in sorted(rounds))
+
+
+def _runs(links: Links) -> Iterator[tuple[int, int]]:
+    first = 0
+    for span in range(1, len(links.takes) + 1):
+        takes = span < len(links.takes) and links.takes[span]
+        if takes and links.passes[span]:
+            continue
+        last = span if takes else span - 1
+        if last > first:
+            yield first, last
+        first = span
+
+
+def _chain(first: int, last: int) -> Iterator[tuple[int, Message]]:
+    for number, span in enumerate(range(first, last)):
+        is_prefix_needed = span + 1 < last
+        yield number, Message(span, span + 1, has_map=False, composes=is_prefix_needed, is_state=True)
+
+
+def _doubling(first: int, spans: int) -> Iterator[tuple[int, Message]]:
+    delivered: set[int] = set()
+    number, reach = 0, 1
+    while reach < spans:
+        for span in range(reach, spans):
+            source = span - reach
+            is_whole = source < reach
+            if is_whole and reach == 1:
+                delivered.add(span)
+            yield (
+                number,
+                Message(
+                    first + source, first + span, has_map=not is_whole, composes=True, is_state=is_whole and reach == 1
+                ),
+            )
+        number, reach = number + 1, 2 * reach
+    for span in range(1, spans + 1):
+        if span not in delivered:
+            yield number, Message(first + span - 1, first + span, has_map=False, composes=False, is_state=True)
+
+
+class Loan(NamedTuple):
+    """``tokens`` inputs of a span from ``offset`` on, at ``place`` in another span's halo."""
+
+    source: int
+    offset: int
+    target: int
+    place: int
+    tokens: int
+
+
+def reach_back(places: Sequence[Place], number: int, width: int, starts: Sequence[int]) -> int:
+    """Count the ``width`` inputs before a span that belong to its first token's document."""
+    lowest = starts[bisect_right(starts, places[number].start) - 1]
+    found = 0
+    while number and found < width and places[number - 1].end > lowest:
+        number -= 1
+        found += places[number].end - max(places[number].start, lowest)
+    return min(found, width)
+
+
+def halo_loans(places: Sequence[Place], width: int, starts_of_rows: Sequence[Sequence[int]]) -> tuple[Loan, ...]:
+    """Return the owners of the ``width`` inputs before each span, by target and position."""
+    # As far back as any sequence of the batch needs them; spans are in the order of their positions.
+    loans: list[Loan] = []
+    for target in range(len(places)):
+        left = max(reach_back(places, target, width, starts) for starts in starts_of_rows)
+        source, place, mine = target, width, list[Loan]()
+        while left:
+            source -= 1
+            count = min(left, places[source].tokens)
+            place, left = place - count, left - count
+            mine.append(Loan(source, places[source].tokens - count, target, place, count))
+        loans += mine[::-1]
+    return tuple(loans)
+
+
+def branches_of(layout: Layout, tree: Tree) -> tuple[tuple[Place, ...], tuple[int, ...]]:
+    """Return the cut spans, and the number of the one before each on its branch, -1 before the first."""
+    begins = [*accumulate(tree.lengths[:-1], initial=0)]  # padding belongs to the last segment
+    last: dict[int, int] = {-1: -1}  # span of each segment
+    places: list[Place] = []
+    before: list[int] = []
+    for place in places_of(layout):
+        for offset, tokens, is_first in pieces_of(place, begins):
+            start = place.start + offset
+            segment = bisect_right(begins, start) - 1
+            before.append(last[tree.parents[segment] if is_first else segment])
+            last[segment] = len(places)
+            places.append(place._replace(offset=place.offset + offset, start=start, tokens=tokens))
+    return tuple(places), tuple(before)
+
+
+def branch_rounds(before: Sequence[int], *, reverse: bool = False) -> Rounds:
+    """Return a round for each link of the longest branch; in ``reverse`` spans are numbered from the last one."""
+    edges = [(source, target) for target, source in enumerate(before) if source >= 0]
+    if reverse:
+        last = len(before) - 1
+        edges = [(last - target, last - source) for source, target in reversed(edges)]
+    sources = {source for source, _ in edges}
+    rounds: defaultdict[int, list[Message]] = defaultdict(list)
+    level: defaultdict[int, int] = defaultdict(int)  # round in which a span has all that it passes on
+    for source, target in edges:
+        rounds[level[source]].append(Message(source, target, False, target in sources, True))
+        level[target] = max(level[target], level[source] + 1)
+    return tuple(tuple(rounds[number]) for number in sorted(rounds))
+
+
+def branch_loans(places: Sequence[Place], before: Sequence[int], width: int) -> Iterator[Loan]:
+    """Yield the owners of the ``width`` inputs before each span on its branch, the nearest first."""
+    for target, source in enumerate(before):
+        left = width
+        while left and source >= 0:
+            tokens = places[source].tokens
+            count = min(left, tokens)
+            left -= count
+            yield Loan(source, tokens - count, target, left, count)
+            source = before[source]

@@ -4,9 +4,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from ringspan.core.geometry.layout import Layout
-from ringspan.core.recurrence.halo import halo_loans
-from ringspan.core.recurrence.scan import scan_rounds
-from ringspan.core.recurrence.spans import links_of, places_of
+from ringspan.core.recurrence.spans import halo_loans, links_of, places_of, scan_rounds
 
 
 class Sent(NamedTuple):

@@ -23,7 +23,7 @@ from ringspan.torch.data.batch import shard_batch
 from ringspan.torch.generate.model import RingGenerator
 from ringspan.torch.layers.decoder import text_config
 from ringspan.torch.layers.positions import num_trained_positions, rotates_by_length
-from ringspan.torch.model.tasks.logprobs import token_logprobs
+from ringspan.torch.model.tasks.causal_lm import token_logprobs
 
 _NEW_TOKENS: Final = 256  # lm-eval's own number where a task names none
 _NO_LIMIT: Final = 1 << 62

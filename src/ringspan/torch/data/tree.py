@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.core.errors import ConfigError, UnsupportedError
-from ringspan.core.geometry.prefixes import shared_prefixes
-from ringspan.core.geometry.tree import Tree
+from ringspan.core.geometry.tree import Tree, shared_prefixes
 from ringspan.core.messages.numbers import check_whole
 from ringspan.core.names import PREFIX_LOSS_NAMES, BatchLayoutName, PrefixLossName, find_name
 from ringspan.torch.data.batch_layout import BatchLayout

@@ -22,8 +22,14 @@ from ringspan.torch.layers.view import RingModel
 from ringspan.torch.memory.sharding import settle
 from ringspan.torch.transport.collectives import gather_over
 from ringspan.torch.weights.packed import has_packed
-from ringspan.torch.weights.saving import plan_weights, write_weights
-from ringspan.torch.weights.writing import MAX_SHARD_SIZE, missing_room, put_in_place, scratch_in
+from ringspan.torch.weights.writing import (
+    MAX_SHARD_SIZE,
+    missing_room,
+    plan_weights,
+    put_in_place,
+    scratch_in,
+    write_weights,
+)
 
 _NOT_SAVED: Final = {
     "push_to_hub": "save to a folder, then huggingface_hub.upload_folder",

@@ -10,10 +10,21 @@ import torch.distributed as dist
 
 from ringspan.core.geometry.layout import CustomLayout, Layout
 from ringspan.core.geometry.tree import Tree
-from ringspan.core.recurrence.branches import branch_loans, branch_rounds, branches_of
-from ringspan.core.recurrence.halo import Loan, halo_loans, reach_back
-from ringspan.core.recurrence.scan import Rounds, scan_rounds
-from ringspan.core.recurrence.spans import Links, links_of, passes, pieces_of, places_of
+from ringspan.core.recurrence.spans import (
+    Links,
+    Loan,
+    Rounds,
+    branch_loans,
+    branch_rounds,
+    branches_of,
+    halo_loans,
+    links_of,
+    passes,
+    pieces_of,
+    places_of,
+    reach_back,
+    scan_rounds,
+)
 
 Starts = tuple[int, ...] | Tree
 """First tokens of a sequence's documents, or its tree."""

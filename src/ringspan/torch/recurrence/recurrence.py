@@ -17,8 +17,7 @@ from torch.autograd.function import once_differentiable
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.modules import autocast_now
 from ringspan.torch.recurrence.current import Record, SequencePass
-from ringspan.torch.recurrence.entry import Entry
-from ringspan.torch.recurrence.exchange import halo_backward, halo_of, scan_states
+from ringspan.torch.recurrence.exchange import Entry, halo_backward, halo_of, scan_states
 from ringspan.torch.recurrence.plan import LocalPiece, Plan, as_text, plan_of
 from ringspan.torch.recurrence.rules import Arguments, Function, Rule, state_dtype
 

@@ -29,8 +29,15 @@ from ringspan.torch.model.saving import voted
 from ringspan.torch.weights.deferred import Region, deferred, shape_of
 from ringspan.torch.weights.files import opened_files
 from ringspan.torch.weights.loading import auto_class
-from ringspan.torch.weights.saving import plan_files, plan_weights, saved_names, write_weights
-from ringspan.torch.weights.writing import MAX_SHARD_SIZE, WeightsPlan, missing_room
+from ringspan.torch.weights.writing import (
+    MAX_SHARD_SIZE,
+    WeightsPlan,
+    missing_room,
+    plan_files,
+    plan_weights,
+    saved_names,
+    write_weights,
+)
 from ringspan.train.adapter import plan_merged, write_adapter
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.model import Tokenizer, load_model_config

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.core.geometry.prefixes import shared_prefixes
+from ringspan.core.geometry.tree import shared_prefixes
 from ringspan.core.names import BatchLayoutName
 from ringspan.torch.data.batch import IGNORED, targets_of
 from ringspan.torch.data.batch_layout import BatchLayout, Unsharded
