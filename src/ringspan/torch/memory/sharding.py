@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -31,6 +32,8 @@ def shard_weights(
     axes = mesh["replicate", "ring"] if mesh["replicate"].size() > 1 else mesh["ring"]
     for module in (*layers, model):
         fully_shard(module, mesh=axes, mp_policy=precision)
+    if resting := [module for module in model.modules() if getattr(module, "zero_expert_num", 0)]:
+        Resting(model, resting, mesh)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loss is already divided by the global count, and gloo has no scaled sum.
@@ -38,6 +41,46 @@ def shard_weights(
             module.set_force_sum_reduction_for_comms(True)
         if module._parameters:
             module.register_load_state_dict_pre_hook(partial(_take_whole_tensors, model))
+
+
+class Resting:
+    """Experts that all tokens of a rank may leave out, as where zero experts do nothing: FSDP sums what all ranks have.
+
+    Such a rank gives zeros, unless the experts rest on all ranks: then they have no gradient, as on one process.
+    """
+
+    def __init__(self, model: Any, experts: Sequence[nn.Module], mesh: DeviceMesh) -> None:
+        self._model, self._mesh, self._is_awake = model, mesh, dict.fromkeys(experts, False)
+        self._is_agreeing = False
+        for module in experts:
+            module.register_forward_pre_hook(self._watch)
+
+    def _watch(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if args[0].requires_grad:  # its gradient is complete after the experts' own, and before FSDP sums the layer's
+            args[0].register_hook(lambda _: self._fill(module))
+
+    def _fill(self, module: nn.Module) -> None:
+        shards = [p for group in _groups_of(self._model) for p in group.fsdp_params if p._module_info.module is module]
+        parameters = [*module.parameters()]
+        gradients = [p.grad for p in (*parameters, *(shard.sharded_param for shard in shards))]  # and of passes before
+        gradients += [shard.unsharded_accumulated_grad for shard in shards]
+        self._is_awake[module] = any(gradient is not None for gradient in gradients)
+        for parameter in parameters:
+            if parameter.grad is None and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        if not self._is_agreeing:
+            self._is_agreeing = True
+            # After FSDP's own call at the end of backward, which it has asked for at its beginning.
+            torch.autograd.Variable._execution_engine.queue_callback(self._agree)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _agree(self) -> None:
+        awake = torch.tensor([*self._is_awake.values()], dtype=torch.int32, device=self._mesh.device_type)
+        for axis in self._mesh.mesh_dim_names or ():
+            dist.all_reduce(awake, dist.ReduceOp.MAX, group=self._mesh[axis].get_group())
+        for module, is_awake in zip(self._is_awake, awake.tolist(), strict=True):
+            for parameter in () if is_awake else module.parameters():
+                parameter.grad = None
+        self._is_awake, self._is_agreeing = dict.fromkeys(self._is_awake, False), False
 
 
 def _take_whole_tensors(model: Any, module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:

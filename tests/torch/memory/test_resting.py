@@ -1,0 +1,45 @@
+"""Experts that all tokens of a rank may leave out (zero experts) have the gradients of one process, or none."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import ringspan as rs
+from tests.every_model.hybrids import hybrid_config
+from tests.torch.models import check, step, tokens
+
+
+def model_with_zero_experts(num_chosen: int):
+    """In each layer, so many of the tokens of ``step`` go to an expert; all others go to zero experts."""
+    torch.manual_seed(0)
+    sizes = {"zero_expert_num": 4, "n_routed_experts": 2, "num_experts_per_tok": 2}
+    config = hybrid_config("longcat_flash", **sizes, initializer_range=0.3)  # with less, gradients of routers cancel
+    model = AutoModelForCausalLM.from_config(config).float()
+
+    def bias(router, args):
+        scores = router.classifier(args[0].flatten(0, -2).float()).softmax(-1)
+        ahead = (scores[:, :2].amax(-1) - scores[:, 2:].topk(2).values[:, 1]).sort(descending=True).values
+        router.e_score_correction_bias[:2] = -ahead[num_chosen - 1 : num_chosen + 1].mean() if num_chosen else -9.0
+
+    hooks = [layer.mlp.router.register_forward_pre_hook(bias) for layer in model.model.layers]
+    with torch.no_grad():
+        model(input_ids=tokens(1, 37))
+    for hook in hooks:
+        hook.remove()
+    return model
+
+
+def trained(mesh, num_chosen, checkpoint):
+    model = rs.parallelize(model_with_zero_experts(num_chosen), mesh, checkpoint=checkpoint)
+    step(model, mesh)
+    return step(model, mesh)
+
+
+@pytest.mark.parametrize("checkpoint", ["none", "full"])
+@pytest.mark.parametrize("num_chosen", [1, 0], ids=["on one rank", "on no rank"])
+def test_experts_at_rest_are_trained_as_on_one_process(pool, num_chosen, checkpoint):
+    alone = model_with_zero_experts(num_chosen)
+    step(alone)
+    expected = step(alone)
+    assert (expected[1]["model.layers.1.mlp.experts.down_proj"] is None) == (num_chosen == 0)
+    check(pool.run(trained, 2, num_chosen, checkpoint), expected)
