@@ -7,14 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ringspan.core.errors import (
-        ConfigError,
-        LayoutError,
-        MaskError,
-        PeerMismatch,
-        RingspanError,
-        UnsupportedError,
-    )
+    from ringspan.core.errors import ConfigError, LayoutError, MaskError, PeerMismatch, RingspanError, UnsupportedError
     from ringspan.core.geometry.balanced import balanced
     from ringspan.core.geometry.layout import CustomLayout, Layout, Span
     from ringspan.core.geometry.mask import Mask, causal, chunked, documents, frames, full, prefix_lm, sliding_window

@@ -60,8 +60,7 @@ class Manifest(_Record):
     num_ranks: int = Field(ge=1)
     mesh: dict[str, int]
     layout: str
-    state: dict[str, Any]
-    """JSON values for resuming: data position, guard, configuration."""
+    state: dict[str, Any]  # JSON values for resuming: data position, guard, configuration
     files: dict[str, FileEntry]
     tensors: dict[str, TensorEntry]
 

@@ -14,8 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-INTERRUPTED: Final = 130
-"""Exit code of an interrupted command."""
+INTERRUPTED: Final = 130  # exit code of an interrupted command
 _UNLIMITED: Final = 100_000
 _UNIT: Final = re.compile(r"(?<=\d) (?=([kMGTPEZY]?(B|FLOP)(/s)?|tokens|days|h|min|s|ms|µs|ns)\b)")
 

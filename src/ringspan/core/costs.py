@@ -53,12 +53,9 @@ def saved_bytes(
 class LossBytes(NamedTuple):
     """Bytes of the blockwise loss, except its arguments and the gradient of ``hidden``."""
 
-    sums: int
-    """Gradients of weight and bias, as long as the loss is there."""
-    block: int
-    """One block of logits, and what is made of it."""
-    rounded: int
-    """The weight's gradient in the weight's own dtype, where that is not the sum's; after the last block."""
+    sums: int  # gradients of weight and bias, as long as the loss is there
+    block: int  # one block of logits, and what is made of it
+    rounded: int  # the weight's gradient in the weight's own dtype, where that is not the sum's; after the last block
 
     @property
     def peak(self) -> int:

@@ -20,8 +20,7 @@ FIRST_EDGE: Final = 64
 class Document:
     name: str
     ids: list[int]
-    sizes: list[int] | None
-    """Bytes of each token; None if the tokenizer does not tell."""
+    sizes: list[int] | None  # bytes of each token; None if the tokenizer does not tell
 
 
 def chosen(

@@ -40,13 +40,10 @@ class Plan:
 class EvalResult(TypedDict):
     task: str
     model: str
-    rows: list[dict[str, Any]]
-    """Rows of ``accuracy_rows`` or ``loss_rows``."""
-    skipped: list[dict[str, Any]]
-    """Skipped lengths, with reasons."""
+    rows: list[dict[str, Any]]  # rows of ``accuracy_rows`` or ``loss_rows``
+    skipped: list[dict[str, Any]]  # skipped lengths, with reasons
     seed: int
-    records: str
-    """The file with each item, its answer and its score."""
+    records: str  # the file with each item, its answer and its score
 
 
 def plans(every: Sequence[EvalSettings]) -> list[Plan | None]:

@@ -22,17 +22,14 @@ class EvalSettings(ModelSettings):
     """One task with one model; raises ConfigError for an invalid value, by its option."""
 
     task: str
-    lengths: tuple[int, ...] = (1024, 2048, 4096)
-    """Tokens of prompt and answer together; for perplexity, of a document."""
+    lengths: tuple[int, ...] = (1024, 2048, 4096)  # tokens of prompt and answer together; for perplexity, of a document
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75, 1.0)
-    items: int = 20
-    """Questions per length and depth, or documents."""
+    items: int = 20  # questions per length and depth, or documents
     seed: int = 0
     needles: int | None = None
     distractors: int = 0
     text: tuple[str, ...] = ()
-    plain: bool = False
-    """No chat template."""
+    plain: bool = False  # no chat template
 
     def __post_init__(self) -> None:
         self.generating()  # for its checks
@@ -64,13 +61,11 @@ class HarnessSettings(ModelSettings):
     """Tasks of lm-eval with one model; raises ConfigError for an invalid value, by its option."""
 
     tasks: tuple[str, ...]
-    include: str | None = None
-    """Folder with further task definitions."""
+    include: str | None = None  # folder with further task definitions
     limit: int | None = None
     num_fewshot: int | None = None
     chat: bool = False
-    seed: int | None = None
-    """Seed of all random choices, examples included; lm-eval's own seeds when None."""
+    seed: int | None = None  # seed of all random choices, examples included; lm-eval's own seeds when None
 
     def __post_init__(self) -> None:
         if not self.tasks:

@@ -40,22 +40,16 @@ def number(random: Random) -> str:
 
 @dataclass(frozen=True)
 class Prompt:
-    text: str
-    """The user's text."""
-    cue: str
-    """The beginning of the answer, which the model continues."""
-    answers: tuple[str, ...]
-    """All that an answer should name."""
+    text: str  # the user's text
+    cue: str  # the beginning of the answer, which the model continues
+    answers: tuple[str, ...]  # all that an answer should name
 
 
 @dataclass(frozen=True)
 class Material:
-    sentences: Sequence[str] = ()
-    """Sentences of a real text, in order."""
-    needles: int = 1
-    """Values to be found."""
-    distractors: int = 0
-    """Needles of the same form that are not asked for."""
+    sentences: Sequence[str] = ()  # sentences of a real text, in order
+    needles: int = 1  # values to be found
+    distractors: int = 0  # needles of the same form that are not asked for
 
     def excerpt(self, random: Random, size: int) -> list[str]:
         start, count = random.randrange(len(self.sentences)), len(self.sentences)
@@ -79,18 +73,14 @@ class Task:
     """A kind of question; to add one, write its builder and a row of ``TASKS``."""
 
     name: str
-    about: str
-    """One sentence, for ``--help`` and the page."""
+    about: str  # one sentence, for ``--help`` and the page
     build: Callable[[Random, int, float, Material], Prompt]
     """Pure function of random numbers, units of length, the depth (0 beginning, 1 end) and material."""
     score: Callable[[str, Sequence[str]], float] = found
-    smallest: int = 1
-    """Units of the shortest prompt."""
+    smallest: int = 1  # units of the shortest prompt
     needs_text: bool = False
-    has_depth: bool = False
-    """True if accuracy is reported by the depth of the answer."""
-    needles: int | None = None
-    """Default number of values to be found; None if that is no option."""
+    has_depth: bool = False  # True if accuracy is reported by the depth of the answer
+    needles: int | None = None  # default number of values to be found; None if that is no option
 
 
 BEFORE: Final = (

@@ -56,8 +56,7 @@ class WholeBatches:
     """Mix-in of ``takes_whole_batches`` for a model's class."""
 
     ring_autocast: Callable[..., AbstractContextManager[Any]] | None = None
-    ring_wants_logits = False
-    """True if a pass with labels returns logits too."""
+    ring_wants_logits = False  # True if a pass with labels returns logits too
     ring_checkpoint: str
 
     @torch.compiler.disable(recursive=False)

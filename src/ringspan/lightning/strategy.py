@@ -28,11 +28,7 @@ from ringspan.torch.runtime.mesh import make_mesh, split_world
 # What Lightning does to a model for them is what a ring's model does itself, or nothing.
 _PRECISIONS: Final = ("32-true", "bf16-mixed")
 # Callbacks that work on whole weights, and how.
-_CALLBACKS: Final = (
-    (StochasticWeightAveraging, "copies"),
-    (WeightAveraging, "copies"),
-    (ModelPruning, "prunes"),
-)
+_CALLBACKS: Final = ((StochasticWeightAveraging, "copies"), (WeightAveraging, "copies"), (ModelPruning, "prunes"))
 
 
 class RingStrategy(ModelParallelStrategy):

@@ -73,11 +73,7 @@ def from_pretrained(
     with meeting(mesh, "from_pretrained") as facts:
         with refused(f"{folder_or_id}: is no folder, nor to be had from the Hub", OSError, ValueError):
             folder = folder_of(
-                folder_or_id,
-                revision=revision,
-                local_files_only=local_files_only,
-                subfolder=subfolder,
-                variant=variant,
+                folder_or_id, revision=revision, local_files_only=local_files_only, subfolder=subfolder, variant=variant
             )
         config = _config(folder, trust_remote_code=trust_remote_code) if config is None else config
         refuse_config(config)

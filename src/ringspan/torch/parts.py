@@ -38,10 +38,8 @@ from ringspan.torch.tensor_parallel.split import refuse_split
 class InBlocks(NamedTuple):
     modules: list[nn.Module]
     chunk_tokens: int
-    option: str
-    """Which option says so."""
-    from_tokens: int = 0
-    """Fewer local tokens than this are not cut."""
+    option: str  # which option says so
+    from_tokens: int = 0  # fewer local tokens than this are not cut
 
 
 class Parts(NamedTuple):
@@ -49,13 +47,10 @@ class Parts(NamedTuple):
     in_blocks: list[InBlocks]
     vocabularies: tuple[int, int] = (0, 0)
     loss: LossOptions = LossOptions()
-    head: nn.Module | None = None
-    """None of a model that ends in hidden states."""
-    head_parts: tuple[str, ...] = ()
-    """The modules that it is made of, where it is more than the output embedding."""
+    head: nn.Module | None = None  # None of a model that ends in hidden states
+    head_parts: tuple[str, ...] = ()  # the modules that it is made of, where it is more than the output embedding
     router: RouterLoss | None = None
-    media: Kind | None = None
-    """How it sees or hears, where it does."""
+    media: Kind | None = None  # how it sees or hears, where it does
 
 
 def check_parts(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> Parts:

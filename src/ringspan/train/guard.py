@@ -33,10 +33,8 @@ class Verdict:
     apply: bool
     stop: bool
     rewind: bool
-    problem: str | None
-    """Reason for not applying the step, or a remark worth a line."""
-    peak_bytes: int
-    """Largest of any rank."""
+    problem: str | None  # reason for not applying the step, or a remark worth a line
+    peak_bytes: int  # largest of any rank
 
 
 class Guard:

@@ -67,8 +67,7 @@ class Job:
     optimizer: torch.optim.Optimizer
     facts: dict[str, Any]
     step_flops: float
-    base_digest: str | None
-    """Digest of the base weights of an adapter, which no checkpoint holds."""
+    base_digest: str | None  # digest of the base weights of an adapter, which no checkpoint holds
 
     def step(self, step: int, guard: Guard) -> tuple[StepMetrics, Verdict]:
         """Run an optimizer step (from 1), applied if the guard agrees; errors are all ranks'."""

@@ -22,15 +22,13 @@ class StepMetrics:
     matmul_utilization: float
     peak_bytes: int
     seconds: float
-    index_loss: float | None = None
-    """Divergence of a model's index that learns; None without."""
+    index_loss: float | None = None  # divergence of a model's index that learns; None without
 
 
 class MetricsWriter:
     """Writer of ``metrics.jsonl``, flushed per line, and of TensorBoard events if installed."""
 
-    notice: str | None = None
-    """Notice of what is not written, and how to enable it."""
+    notice: str | None = None  # notice of what is not written, and how to enable it
 
     def __init__(self, run: Path, after_step: int = 0) -> None:
         """Continue after a step; drop later lines, left by a run that ended without saving."""

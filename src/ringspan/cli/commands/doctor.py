@@ -18,10 +18,7 @@ EPILOG = (
 )
 
 
-def command(
-    ranks: LocalRanks = None,
-    as_json: AsJson = False,
-) -> None:
+def command(ranks: LocalRanks = None, as_json: AsJson = False) -> None:
     """Report devices, kernels, back ends and speed of this machine, what is missing or wrong, and the remedies.
 
     Starts ranks (or uses torchrun's) to measure links, compare versions and clocks, and check the ring against

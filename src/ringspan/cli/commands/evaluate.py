@@ -40,8 +40,7 @@ app = typer.Typer(
 )
 
 Models = Annotated[
-    list[str],
-    typer.Argument(help="Folders of models with their tokenizers, or names on the Hub.", show_default=False),
+    list[str], typer.Argument(help="Folders of models with their tokenizers, or names on the Hub.", show_default=False)
 ]
 Lengths = Annotated[str, typer.Option(help="Lengths to test, in tokens of prompt and answer, separated by commas.")]
 Depths = Annotated[str, typer.Option(help="Positions of the needle: 0 is the beginning of the text, 1 its end.")]

@@ -45,8 +45,7 @@ BatchOrPrompts = Annotated[
 ]
 Dtype = Annotated[str, typer.Option(help="Dtype of computing (model.dtype): bfloat16 or float32.")]
 ParameterDtype = Annotated[
-    str,
-    typer.Option(help="Dtype of parameters, gradients and moments (model.parameter_dtype): float32 or bfloat16."),
+    str, typer.Option(help="Dtype of parameters, gradients and moments (model.parameter_dtype): float32 or bfloat16.")
 ]
 Route = Annotated[
     str,

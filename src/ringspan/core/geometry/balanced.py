@@ -89,8 +89,7 @@ class Cut:
     ranks: IntArray
     counts: IntArray
     pairs: IntArray
-    chunks: list[tuple[int, int, int]]
-    """Rank, start, count."""
+    chunks: list[tuple[int, int, int]]  # rank, start, count
 
 
 def cut_in_order(some: Stretches, stretch: int, ranks: IntArray, counts: IntArray) -> Cut:

@@ -19,10 +19,8 @@ class Stretches:
     starts: IntArray
     stops: IntArray
     pairs: IntArray
-    regions: IntArray
-    """Regions in the order of their stretches. Shape (R, 6)."""
-    first_region: IntArray
-    """First region of each stretch, and the number of regions at the end."""
+    regions: IntArray  # regions in the order of their stretches. Shape (R, 6).
+    first_region: IntArray  # first region of each stretch, and the number of regions at the end
 
     def before(self, stretch: int, positions: IntArray) -> IntArray:
         some = self.regions[self.first_region[stretch] : self.first_region[stretch + 1]]

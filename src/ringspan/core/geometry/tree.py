@@ -155,10 +155,8 @@ class Shared(NamedTuple):
     """Rows as the branches of a tree."""
 
     tree: Tree
-    tokens: np.ndarray
-    """The segments, one after the other."""
-    places: list[np.ndarray]
-    """Places of each row's tokens in ``tokens``."""
+    tokens: np.ndarray  # the segments, one after the other
+    places: list[np.ndarray]  # places of each row's tokens in ``tokens``
 
 
 def shared_prefixes(rows: Sequence[np.ndarray], least: int) -> Shared:

@@ -14,8 +14,7 @@ from ringspan.core.errors import LayoutError
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.tree import Tree
 
-CHAIN_SPANS: Final = 8
-"""Up to so many spans, as few bytes as possible; beyond, few rounds."""
+CHAIN_SPANS: Final = 8  # up to so many spans, as few bytes as possible; beyond, few rounds
 
 
 class Place(NamedTuple):

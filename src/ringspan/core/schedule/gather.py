@@ -17,8 +17,7 @@ from ringspan.core.geometry.ranges import Ranges, size, stored, union
 from ringspan.core.geometry.tile import Tile
 from ringspan.core.schedule.kernel_launches import KernelLaunches
 
-MOST_MESSAGES: Final = 256
-"""Messages of one post: NCCL may hang on more (pytorch/pytorch#174942)."""
+MOST_MESSAGES: Final = 256  # messages of one post: NCCL may hang on more (pytorch/pytorch#174942)
 
 
 class Piece(NamedTuple):
@@ -95,8 +94,7 @@ class Gathered:
         return self.in_stages if self.in_stages and rows(self.in_stages) <= rows(self) else self
 
 
-_Found = tuple[Span, int, int]
-"""Positions of an owner's tokens, and where it stores the first."""
+_Found = tuple[Span, int, int]  # positions of an owner's tokens, and where it stores the first
 
 
 def gather(

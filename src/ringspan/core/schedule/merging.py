@@ -13,8 +13,7 @@ MAX_WAITING: Final = 5
 class Segment(NamedTuple):
     start: int
     stop: int
-    partials: tuple[int, ...]
-    """Numbers of the partials, in the order in which they came."""
+    partials: tuple[int, ...]  # numbers of the partials, in the order in which they came
 
 
 def is_full(num_waiting: int, rows: int) -> bool:

@@ -32,8 +32,7 @@ class Shape:
     head_dim: int
     value_dim: int
     itemsize: int
-    latent_dim: int = 0
-    """Numbers of a token that travel in place of all heads' keys and values, 0 if these do."""
+    latent_dim: int = 0  # numbers of a token that travel in place of all heads' keys and values, 0 if these do
 
     @property
     def sum_itemsize(self) -> int:
@@ -98,20 +97,16 @@ def sent_itemsize(comm_dtype: str, itemsize: int) -> int:
 
 class Taken(NamedTuple):
     most: int
-    partial: int
-    """What it returns; 0 if it adds up in place."""
-    is_short: bool
-    """True if the partial has fewer bits than sums have."""
+    partial: int  # what it returns; 0 if it adds up in place
+    is_short: bool  # True if the partial has fewer bits than sums have
 
 
 class Gradients(NamedTuple):
     """Bytes that a launch of a backward pass takes."""
 
     most: int
-    values: tuple[int, int, int] = (0, 0, 0)
-    """The dq, dk and dv that it returns; 0 if it adds up in place."""
-    is_short: bool = False
-    """True if these have fewer bits than sums have."""
+    values: tuple[int, int, int] = (0, 0, 0)  # the dq, dk and dv that it returns; 0 if it adds up in place
+    is_short: bool = False  # True if these have fewer bits than sums have
 
 
 class Kernel(Protocol):

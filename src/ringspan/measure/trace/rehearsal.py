@@ -36,8 +36,7 @@ class Rehearsal:
 
     rank: int
     peak_bytes: int
-    reserved_bytes: int
-    """The most that the allocator held of the device; on a CPU the peak."""
+    reserved_bytes: int  # the most that the allocator held of the device; on a CPU the peak
     bytes: dict[str, int]
     step_seconds: float
     layer_seconds: tuple[tuple[float, float], ...]
@@ -150,8 +149,7 @@ def rehearse(
 class _MadeUp(Nobody):
     def __init__(self) -> None:
         super().__init__()
-        self.seconds = 0.0
-        """Spent on making them up, on a CPU."""
+        self.seconds = 0.0  # spent on making them up, on a CPU
 
     def receive(self, pending: Sequence[PendingReceive], key: MessageKey) -> None:
         super().receive(pending, key)

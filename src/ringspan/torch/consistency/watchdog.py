@@ -38,8 +38,7 @@ from ringspan.torch.transport.exchange import COUNTERS
 
 @dataclass
 class Place:
-    count: tuple[int, int] = (0, 0)
-    """Beats of its main thread and posted exchanges; a working rank raises them."""
+    count: tuple[int, int] = (0, 0)  # beats of its main thread and posted exchanges; a working rank raises them
     step: int = 0
     hop: int | None = None
     doing: str = "starting"

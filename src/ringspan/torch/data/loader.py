@@ -57,12 +57,7 @@ def sampler(
     """
     axis = ring_mesh(mesh)["replicate"]
     return RingSampler(
-        dataset,
-        num_replicas=axis.size(),
-        rank=axis.get_local_rank(),
-        shuffle=shuffle,
-        seed=seed,
-        drop_last=drop_last,
+        dataset, num_replicas=axis.size(), rank=axis.get_local_rank(), shuffle=shuffle, seed=seed, drop_last=drop_last
     )
 
 

@@ -37,14 +37,10 @@ MEDIA: Final = frozenset(
 class Media:
     """Media of a whole batch with their text, equal on a ring, which moves its shares to devices."""
 
-    tokens: Tensor
-    """Whole sequences (B, S), on the CPU."""
-    real: Tensor | None
-    """True for tokens that are not padding (B, S), on the CPU; None for all."""
-    inputs: Mapping[str, Tensor]
-    """The processor's outputs by name."""
-    found: dict[str, Any] = field(default_factory=dict[str, Any])
-    """A model's cached results."""
+    tokens: Tensor  # whole sequences (B, S), on the CPU
+    real: Tensor | None  # True for tokens that are not padding (B, S), on the CPU; None for all
+    inputs: Mapping[str, Tensor]  # the processor's outputs by name
+    found: dict[str, Any] = field(default_factory=dict[str, Any])  # a model's cached results
 
     def to(self, *_: object, **__: object) -> "Media":
         """Return self: moving a batch to a device does not move images."""

@@ -27,22 +27,17 @@ LARGE_CHUNKS: Final = ChunkSize(256, 1024, 1 << 40)
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceRules:
-    cuts_for_cores: bool
-    """Group heads for CPU threads rather than for large launches."""
-    chunk_size: ChunkSize | None = LARGE_CHUNKS
-    """Sizes for plain PyTorch; None keeps a tile in a core's cache."""
+    cuts_for_cores: bool  # group heads for CPU threads rather than for large launches
+    chunk_size: ChunkSize | None = LARGE_CHUNKS  # sizes for plain PyTorch; None keeps a tile in a core's cache
     short_rows: tuple[float, float] | None = None
     """Plain PyTorch beats the CPU kernel in float32 with at least so many keys over all heads, at most so many each."""
-    multiplies_16_bits: bool = True
-    """True if the CPU kernel beats plain PyTorch in 16 bits."""
+    multiplies_16_bits: bool = True  # True if the CPU kernel beats plain PyTorch in 16 bits
     offloads_to: Literal["file", "pinned", "nowhere"] = "file"
     """Destination of offloaded tensors (``ringspan.torch.memory.offload``)."""
-    probe_tokens: int = 24
-    """Tokens of a module's trial: enough to overflow an expert's capacity if all choose the same."""
+    probe_tokens: int = 24  # tokens of a module's trial: enough to overflow an expert's capacity if all choose the same
     assumed_speeds: tuple[float, float, float] = (4e14, 3e11, 2.5e10)
     """Unmeasured FLOP/s, and bytes/s within a node and between nodes; default: H100 class."""
-    capability: tuple[int, int] = (0, 0)
-    """CUDA's compute capability."""
+    capability: tuple[int, int] = (0, 0)  # CUDA's compute capability
     has_cudnn: bool = False
     has_package: Callable[[str], bool] = support.is_installed
 

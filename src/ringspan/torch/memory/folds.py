@@ -86,8 +86,7 @@ class Fold(NamedTuple):
 
     folds: Folds
     number: int
-    is_again: bool
-    """True in backward, when its forward pass runs again."""
+    is_again: bool  # True in backward, when its forward pass runs again
 
     @property
     def has_next(self) -> bool:
@@ -106,8 +105,7 @@ class Fold(NamedTuple):
 class _Call(NamedTuple):
     fold: Fold
     name: Hashable
-    specs: dict[int, str]
-    """Attention to each fold: its own, then earlier ones, the last first."""
+    specs: dict[int, str]  # attention to each fold: its own, then earlier ones, the last first
 
 
 def attend_in_folds(fold: Fold, name: Hashable, asked: Request) -> Tensor:

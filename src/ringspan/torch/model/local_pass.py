@@ -80,8 +80,7 @@ class Packed:
         # On the CPU: each compiled layer reads them, and would wait for the device.
         self.lengths = lengths = None if lengths is None else lengths.cpu()
         self.positions = positions
-        self.split: BatchLayout | None = None
-        """Where that is not the model's named one on as many tokens."""
+        self.split: BatchLayout | None = None  # where that is not the model's named one on as many tokens
         if model.ring_layout == "balanced" and lengths is not None:
             whole, ranks = int(ends_of(lengths).max()), model.ring_mesh["ring"].size()
             self.split = BatchLayout.of(model.ring_layout, whole, ranks, lengths)

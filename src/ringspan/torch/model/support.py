@@ -54,13 +54,10 @@ UNSUPPORTED_FIELDS: Final = (
 class FoundHead(NamedTuple):
     """Path from a decoder's last hidden states to logits."""
 
-    parts: tuple[str, ...] = ()
-    """Modules in order; empty if the output embedding does it alone."""
-    shifts: bool = True
-    """True if the model's own loss shifts the labels."""
+    parts: tuple[str, ...] = ()  # modules in order; empty if the output embedding does it alone
+    shifts: bool = True  # True if the model's own loss shifts the labels
     scale: float = 1.0
-    softcap: float | None = None
-    """Limit on the logits (``finished_logits``)."""
+    softcap: float | None = None  # limit on the logits (``finished_logits``)
 
 
 def refuse_unsupported(view: ModelView) -> FoundHead:

@@ -28,10 +28,8 @@ class Cut:
     """Tower inputs with an image per row: the given ones of ``names``, pixels first."""
 
     names: tuple[str, ...]
-    needs_all: bool = False
-    """True if the tower takes no pixels without the others."""
-    form: ClassVar[str] = "(images, channels, height, width)"
-    """Dimensions of pixels."""
+    needs_all: bool = False  # True if the tower takes no pixels without the others
+    form: ClassVar[str] = "(images, channels, height, width)"  # dimensions of pixels
 
     @property
     def pixels(self) -> str:

@@ -47,8 +47,7 @@ def qwen2_audio_sound(
 
 
 class Modality(NamedTuple):
-    name: str
-    """Name in errors; ``get_NAME_features`` is the tower."""
+    name: str  # name in errors; ``get_NAME_features`` is the tower
     cut: Cut
 
     @property
@@ -58,15 +57,11 @@ class Modality(NamedTuple):
 
 class Kind(NamedTuple):
     modalities: tuple[Modality, ...]
-    blocks: str | None = None
-    """Input whose tokens of type ``block_type`` see each other both ways."""
+    blocks: str | None = None  # input whose tokens of type ``block_type`` see each other both ways
     block_type: int = 1
-    is_prefix: bool = False
-    """True if a document's block is its prefix, whatever window a layer has."""
-    has_grid_positions: bool = False
-    """True if tokens have a time, row and column from ``get_rope_index`` (M-RoPE)."""
-    others: tuple[str, ...] = ()
-    """Further inputs."""
+    is_prefix: bool = False  # True if a document's block is its prefix, whatever window a layer has
+    has_grid_positions: bool = False  # True if tokens have a time, row and column from ``get_rope_index`` (M-RoPE)
+    others: tuple[str, ...] = ()  # further inputs
     features: Callable[..., Any] | None = None
     """Function of model and tower inputs, for models without a method; the ring then places embeddings."""
 

@@ -44,8 +44,7 @@ def put_towers_on_ring(view: ModelView, kind: Kind, *, checkpointed: bool) -> li
 
 class Work(NamedTuple):
     modality: Modality
-    inputs: Inputs
-    """Inputs of the whole batch."""
+    inputs: Inputs  # inputs of the whole batch
     units: range
     is_counted: bool
     """False if the output is discarded: a rank without a share runs too, since all ranks gather weights together."""
@@ -53,11 +52,9 @@ class Work(NamedTuple):
 
 class Made(NamedTuple):
     output: Any
-    rows: Tensor
-    """Embeddings, each with its additions in deeper layers (R, C + ...)."""
+    rows: Tensor  # embeddings, each with its additions in deeper layers (R, C + ...)
     widths: list[int]
-    counts: list[int]
-    """Count per unit, or per piece of the tower's output."""
+    counts: list[int]  # count per unit, or per piece of the tower's output
 
     def placed(self, rows: Tensor) -> Any:
         first, *deeper = rows.split(self.widths, -1)
@@ -264,8 +261,7 @@ class PromptImages(SharedTowers):
         self.blocks: list[Blocks] | None = blocks and [row for row in blocks for _ in range(self._repeats)]
         """The runs of tokens of each sequence that see each other both ways."""
         self._made: dict[str, Made] = {}
-        self._columns: Tensor | None = None
-        """New tokens that are read now."""
+        self._columns: Tensor | None = None  # new tokens that are read now
         for modality in self.kind.modalities:
             if modality.cut.pixels in media.inputs:
                 self.add(modality, media.inputs, is_counted=True)
@@ -311,12 +307,10 @@ def share_out(costs: Sequence[int], ranks: int) -> list[range]:
 
 
 class Plan(NamedTuple):
-    sent: Tensor
-    """Indices of its own embeddings, rank by rank."""
+    sent: Tensor  # indices of its own embeddings, rank by rank
     send_counts: list[int]
     receive_counts: list[int]
-    order: Tensor
-    """Indices of received embeddings, in the order of local tokens (B, T)."""
+    order: Tensor  # indices of received embeddings, in the order of local tokens (B, T)
 
 
 def make_plan(places: Integers, split: BatchLayout, rank: int, made: Sequence[int]) -> Plan:

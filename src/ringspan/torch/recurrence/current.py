@@ -40,8 +40,7 @@ class Record:
 class Before:
     """A layer's cached state from tokens before this pass, equal on every rank; None without any."""
 
-    inputs: Tensor | None = None
-    """Last inputs of its convolution, (B, C, K)."""
+    inputs: Tensor | None = None  # last inputs of its convolution, (B, C, K)
     state: Tensor | None = None
 
 

@@ -19,15 +19,11 @@ Arguments = Mapping[str, Any]
 class Rule(ABC):
     """One kind of layer."""
 
-    positional: ClassVar[tuple[str, ...]]
-    """Arguments with other names in kernels."""
-    dims: ClassVar[Mapping[str, int]]
-    """The token dimension of each argument with one, after the batch."""
+    positional: ClassVar[tuple[str, ...]]  # arguments with other names in kernels
+    dims: ClassVar[Mapping[str, int]]  # the token dimension of each argument with one, after the batch
     out_dim: ClassVar[int]
-    states: ClassVar[tuple[str, ...]]
-    """Arguments that request states."""
-    is_matrix: ClassVar[bool]
-    """True if A is a matrix, applied from the left, False if factors of S's entries."""
+    states: ClassVar[tuple[str, ...]]  # arguments that request states
+    is_matrix: ClassVar[bool]  # True if A is a matrix, applied from the left, False if factors of S's entries
 
     @abstractmethod
     def run(self, function: Function, arguments: Arguments, state: Tensor | None) -> tuple[Tensor, Tensor]:

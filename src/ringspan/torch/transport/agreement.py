@@ -24,8 +24,7 @@ OF_BATCH: Final = frozenset({"layout", "keys' layout", "queries", "keys", "value
 @dataclass
 class _Group:
     known: OrderedDict[tuple[Any, ...], None] = field(default_factory=OrderedDict)
-    others: set[tuple[Any, ...]] = field(default_factory=set)
-    """Agreed facts but for those ``OF_BATCH``."""
+    others: set[tuple[Any, ...]] = field(default_factory=set)  # agreed facts but for those ``OF_BATCH``
     facts: dict[str, Any] = field(default_factory=dict)
     queues: SharedQueues | None = None
     is_passing: threading.Lock = field(default_factory=threading.Lock)
@@ -34,8 +33,7 @@ class _Group:
 class _Answer(NamedTuple):
     facts: dict[str, Any]
     problem: str | None
-    sent: Sequence[int]
-    """Number of messages sent to each rank."""
+    sent: Sequence[int]  # number of messages sent to each rank
 
 
 _groups: WeakKeyDictionary[dist.ProcessGroup, _Group] = WeakKeyDictionary()

@@ -21,8 +21,7 @@ class Source(Protocol):
     name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
-    place: tuple[int, int]
-    """Sort key for reading from front to back."""
+    place: tuple[int, int]  # sort key for reading from front to back
 
     def read(self, region: Region) -> Tensor:
         """Read a part, as a read-only tensor."""
@@ -34,16 +33,14 @@ class _Made:
     function: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    index: int | None
-    """Index among several results; None for one."""
+    index: int | None  # index among several results; None for one
 
 
 class Deferred(Tensor):
     """A CPU tensor without numbers yet; operations are deferred until ``part``; in place, only zeroing."""
 
     origin: "Source | _Made"
-    zeroes: list[Region]
-    """Parts filled with zeroes, as some models initialise padding rows."""
+    zeroes: list[Region]  # parts filled with zeroes, as some models initialise padding rows
 
     @staticmethod
     def __new__(cls, shape: Sequence[int], dtype: torch.dtype, origin: "Source | _Made") -> "Deferred":

@@ -23,8 +23,7 @@ _CARRIERS: Final = {1: INTEGER_CARRIER, 2: torch.float16, 4: torch.float32, 8: t
 
 
 class Packing(Protocol):
-    constants: dict[str, Tensor]
-    """Small tensors that all ranks keep: tables of codes."""
+    constants: dict[str, Tensor]  # small tensors that all ranks keep: tables of codes
 
     def parts(self, tensor: Tensor) -> dict[str, Tensor]:
         """Return the plain tensors of a packed one, which share its memory."""

@@ -24,20 +24,15 @@ logger = logging.getLogger(__name__)
 # Part of each cache key: raise it when the same files would give other documents.
 _CACHE_VERSION = 1
 _BATCH_BYTES = 8 << 20
-NOT_UTF8: Final = object()
-"""In place of a row."""
+NOT_UTF8: Final = object()  # in place of a row
 
 
 @dataclass(frozen=True, kw_only=True)
 class DocumentScan:
-    documents: Dataset
-    """One column, "text"; one row per document."""
-    num_undecodable: int
-    """Files and .jsonl lines that are not UTF-8, and rows with null text."""
-    num_empty: int
-    """Files and rows with only white space."""
-    files: dict[str, tuple[int, int]]
-    """Local files -> (size, modification time)."""
+    documents: Dataset  # one column, "text"; one row per document
+    num_undecodable: int  # files and .jsonl lines that are not UTF-8, and rows with null text
+    num_empty: int  # files and rows with only white space
+    files: dict[str, tuple[int, int]]  # local files -> (size, modification time)
 
 
 def scan_documents(config: DataConfig) -> DocumentScan:

@@ -48,8 +48,7 @@ class TokenSequences:
     ) -> None:  # fmt: skip
         """Make sequences over positions [start, stop) of the stream; documents across the bounds are cut."""
         self.sequence_length_tokens = sequence_length_tokens
-        self.num_tokens = stop - start
-        """Tokens in the part."""
+        self.num_tokens = stop - start  # tokens in the part
         self._stream = stream
         self._pad_token_id = pad_token_id
         self._are_separate = documents == "separate"
@@ -127,19 +126,13 @@ class Data:
     """A run's training and evaluation data, which share no token."""
 
     train: Sequences
-    eval: Sequences | None
-    """None if data.eval_fraction is 0, or is not set and there is too little text."""
-    stream: TokenStream | Conversations
-    """All tokens, or all conversations, of both."""
-    files: dict[str, tuple[int, int]]
-    """Local files read -> (size, modification time)."""
+    eval: Sequences | None  # None if data.eval_fraction is 0, or is not set and there is too little text
+    stream: TokenStream | Conversations  # all tokens, or all conversations, of both
+    files: dict[str, tuple[int, int]]  # local files read -> (size, modification time)
     num_documents: int
-    num_tokens: int
-    """Tokens of all documents with end-of-text tokens; for conversations, with padding."""
-    num_skipped_files: int
-    """Files and rows that are not UTF-8, null or empty."""
-    num_dropped_tokens: int
-    """Tokens in no sequence of train or eval."""
+    num_tokens: int  # tokens of all documents with end-of-text tokens; for conversations, with padding
+    num_skipped_files: int  # files and rows that are not UTF-8, null or empty
+    num_dropped_tokens: int  # tokens in no sequence of train or eval
 
 
 def build_seen(config: TrainConfig, processor: object) -> Data:

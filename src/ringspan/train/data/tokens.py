@@ -38,11 +38,7 @@ def train_tokenizer(documents: Dataset, vocab_size: int) -> PreTrainedTokenizerF
     )
     batches: Any = documents.iter(batch_size=rows_per_batch(documents))
     tokenizer.train_from_iterator((batch["text"] for batch in batches), trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
-    )
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
 
 
 def tokenize(documents: Dataset, tokenizer: PreTrainedTokenizerBase) -> Dataset:

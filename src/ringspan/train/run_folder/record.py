@@ -32,8 +32,7 @@ class RunRecord:
     is_new: bool
     config: TrainConfig
     """The requested settings. An unset warm-up is that of the start: its default follows ``steps``, which may grow."""
-    changes: list[str] = field(default_factory=list)
-    """Settings that differ from those at the start, as lines to show."""
+    changes: list[str] = field(default_factory=list)  # settings that differ from those at the start, as lines to show
 
 
 def read_record(config: TrainConfig) -> RunRecord:
@@ -150,5 +149,4 @@ class TrainResult:
     loss: float
     eval_loss: float | None
     facts: dict[str, Any] = field(default_factory=dict)
-    stopped_by: str | None = None
-    """The signal that ended the run early; starting it again resumes it."""
+    stopped_by: str | None = None  # the signal that ended the run early; starting it again resumes it

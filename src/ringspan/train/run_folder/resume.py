@@ -41,12 +41,7 @@ def keep(run: Path, tokenizer: PreTrainedTokenizerBase | ProcessorMixin, data: D
 def describe(data: Data) -> dict[str, Any]:
     """Return the digest of a run's tokens, and facts to describe a change."""
     files = {name: list(stamp) for name, stamp in data.files.items()} if len(data.files) <= _MAX_FILES else {}
-    return {
-        "sha256": data.stream.digest(),
-        "documents": data.num_documents,
-        "tokens": data.num_tokens,
-        "files": files,
-    }
+    return {"sha256": data.stream.digest(), "documents": data.num_documents, "tokens": data.num_tokens, "files": files}
 
 
 def compare(run: Path, settings: DataConfig, data: Data) -> str | None:
