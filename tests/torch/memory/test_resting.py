@@ -29,17 +29,19 @@ def model_with_zero_experts(num_chosen: int):
     return model
 
 
-def trained(mesh, num_chosen, checkpoint):
-    model = rs.parallelize(model_with_zero_experts(num_chosen), mesh, checkpoint=checkpoint)
+def trained(mesh, num_chosen, options):
+    model = rs.parallelize(model_with_zero_experts(num_chosen), mesh, **options)
     step(model, mesh)
     return step(model, mesh)
 
 
-@pytest.mark.parametrize("checkpoint", ["none", "full"])
+@pytest.mark.parametrize(
+    "options", [{"checkpoint": "none", "feedforward_chunk_tokens": 5}, {"checkpoint": "full"}], ids=str
+)
 @pytest.mark.parametrize("num_chosen", [1, 0], ids=["on one rank", "on no rank"])
-def test_experts_at_rest_are_trained_as_on_one_process(pool, num_chosen, checkpoint):
+def test_experts_at_rest_are_trained_as_on_one_process(pool, num_chosen, options):
     alone = model_with_zero_experts(num_chosen)
     step(alone)
     expected = step(alone)
     assert (expected[1]["model.layers.1.mlp.experts.down_proj"] is None) == (num_chosen == 0)
-    check(pool.run(trained, 2, num_chosen, checkpoint), expected)
+    check(pool.run(trained, 2, num_chosen, options), expected)

@@ -32,8 +32,7 @@ def shard_weights(
     axes = mesh["replicate", "ring"] if mesh["replicate"].size() > 1 else mesh["ring"]
     for module in (*layers, model):
         fully_shard(module, mesh=axes, mp_policy=precision)
-    if resting := [module for module in model.modules() if getattr(module, "zero_expert_num", 0)]:
-        Resting(model, resting, mesh)
+    Resting(layers, mesh)
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # The loss is already divided by the global count, and gloo has no scaled sum.
@@ -49,25 +48,29 @@ class Resting:
     Such a rank gives zeros, unless the experts rest on all ranks: then they have no gradient, as on one process.
     """
 
-    def __init__(self, model: Any, experts: Sequence[nn.Module], mesh: DeviceMesh) -> None:
-        self._model, self._mesh, self._is_awake = model, mesh, dict.fromkeys(experts, False)
-        self._is_agreeing = False
-        for module in experts:
-            module.register_forward_pre_hook(self._watch)
+    def __init__(self, layers: Sequence[Any], mesh: DeviceMesh) -> None:
+        self._mesh, self._is_agreeing = mesh, False
+        self._is_awake: dict[Any, bool] = {}
+        for layer in layers:
+            experts = {module for module in layer.modules() if getattr(module, "zero_expert_num", 0)}
+            every = (parameter for group in _groups_in(layer) for parameter in group.fsdp_params)
+            if resting := [parameter for parameter in every if parameter._module_info.module in experts]:
+                self._is_awake |= dict.fromkeys(resting, False)
+                layer.register_forward_pre_hook(partial(self._watch, resting))
 
-    def _watch(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        if args[0].requires_grad:  # its gradient is complete after the experts' own, and before FSDP sums the layer's
-            args[0].register_hook(lambda _: self._fill(module))
+    def _watch(self, resting: list[Any], layer: nn.Module, args: tuple[Tensor, ...]) -> None:
+        if args[0].requires_grad:  # its gradient comes last of the layer's, just before FSDP sums those of weights
+            args[0].register_hook(lambda _: self._fill(resting))
 
-    def _fill(self, module: nn.Module) -> None:
-        shards = [p for group in _groups_of(self._model) for p in group.fsdp_params if p._module_info.module is module]
-        parameters = [*module.parameters()]
-        gradients = [p.grad for p in (*parameters, *(shard.sharded_param for shard in shards))]  # and of passes before
-        gradients += [shard.unsharded_accumulated_grad for shard in shards]
-        self._is_awake[module] = any(gradient is not None for gradient in gradients)
-        for parameter in parameters:
-            if parameter.grad is None and parameter.requires_grad:
-                parameter.grad = torch.zeros_like(parameter)
+    def _fill(self, resting: list[Any]) -> None:
+        for parameter in resting:
+            whole, before = (
+                parameter._unsharded_param,
+                (parameter.sharded_param.grad, parameter.unsharded_accumulated_grad),
+            )
+            self._is_awake[parameter] |= any(gradient is not None for gradient in (whole.grad, *before))
+            if whole.grad is None and whole.requires_grad:
+                whole.grad = torch.zeros_like(whole)
         if not self._is_agreeing:
             self._is_agreeing = True
             # After FSDP's own call at the end of backward, which it has asked for at its beginning.
@@ -77,9 +80,9 @@ class Resting:
         awake = torch.tensor([*self._is_awake.values()], dtype=torch.int32, device=self._mesh.device_type)
         for axis in self._mesh.mesh_dim_names or ():
             dist.all_reduce(awake, dist.ReduceOp.MAX, group=self._mesh[axis].get_group())
-        for module, is_awake in zip(self._is_awake, awake.tolist(), strict=True):
-            for parameter in () if is_awake else module.parameters():
-                parameter.grad = None
+        for parameter, is_awake in zip(self._is_awake, awake.tolist(), strict=True):
+            if not is_awake:
+                parameter.sharded_param.grad = None
         self._is_awake, self._is_agreeing = dict.fromkeys(self._is_awake, False), False
 
 
