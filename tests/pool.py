@@ -26,8 +26,7 @@ from torch.utils._pytree import tree_map_only
 
 import ringspan as rs
 from ringspan.torch.runtime.forks import settle
-from ringspan.torch.runtime.mesh import make_mesh
-from ringspan.torch.runtime.timeout import take_timeout
+from ringspan.torch.runtime.mesh import make_mesh, take_timeout
 from ringspan.torch.transport import shared_memory as shared
 
 SIZE = 4

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from ringspan.core.geometry.tree import tree
     from ringspan.torch.attention.op import ring_attention
     from ringspan.torch.data.batch import shard_batch
+    from ringspan.torch.data.batch_layout import shard, unshard
     from ringspan.torch.data.cross_entropy import blockwise_cross_entropy
     from ringspan.torch.data.loader import loader, sampler
-    from ringspan.torch.data.sharding import shard, unshard
     from ringspan.torch.data.tree import share_prefixes
     from ringspan.torch.from_pretrained import from_pretrained
     from ringspan.torch.memory.adamw import HostAdamW
@@ -39,7 +39,7 @@ _NAMES = {
     "torch.data.batch": ("shard_batch",),
     "torch.data.cross_entropy": ("blockwise_cross_entropy",),
     "torch.data.loader": ("loader", "sampler"),
-    "torch.data.sharding": ("shard", "unshard"),
+    "torch.data.batch_layout": ("shard", "unshard"),
     "torch.data.tree": ("share_prefixes",),
     "torch.from_pretrained": ("from_pretrained",),
     "torch.memory.adamw": ("HostAdamW",),

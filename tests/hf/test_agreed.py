@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import TrainerCallback
 
-from ringspan.torch.runtime.timeout import timeout_seconds
+from ringspan.torch.runtime.mesh import timeout_seconds
 from tests.hf.trainers import Examples, plain
 
 # One for each exchange that the others come to next; of replicas, before they gather from each other.

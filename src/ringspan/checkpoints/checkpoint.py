@@ -32,7 +32,7 @@ from ringspan.checkpoints.shards import Chunk, Part, dtype_name, read_tensors, w
 from ringspan.core.errors import CheckpointError
 from ringspan.core.files.disk import sync_folder, write_synced
 from ringspan.torch.runtime.launch import local_device
-from ringspan.torch.runtime.timeout import world_timeout_seconds
+from ringspan.torch.runtime.mesh import world_timeout_seconds
 from ringspan.torch.transport.collectives import gather
 
 _LATEST: Final = "latest"

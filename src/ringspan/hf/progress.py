@@ -17,7 +17,7 @@ from ringspan.checkpoints.state import load_state, model_facts, run_state
 from ringspan.core.errors import CheckpointError
 from ringspan.core.files.named import ADAPTER_WEIGHTS
 from ringspan.core.messages.lines import first_change
-from ringspan.torch.memory.local_optimizer import own_state
+from ringspan.torch.memory.adamw import own_state
 from ringspan.torch.model.adapters import base_of, is_peft
 
 FOLDER: Final = "ring_optimizer"

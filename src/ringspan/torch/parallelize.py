@@ -36,8 +36,7 @@ from ringspan.torch.layers.numbering import number_tokens, skipped_token
 from ringspan.torch.layers.rope import chunk_rotary_tables
 from ringspan.torch.layers.router_loss import record_routers
 from ringspan.torch.memory.checkpointing import checkpoint_layers
-from ringspan.torch.memory.sharding import shard_weights
-from ringspan.torch.memory.shared_blocks import join_shared_blocks
+from ringspan.torch.memory.sharding import join_shared_blocks, shard_weights
 from ringspan.torch.model.adapters import adapter_facts, base_of, put_on_ring
 from ringspan.torch.model.attention.function import register_attention
 from ringspan.torch.model.attention.indexed import choosing_modules, take_over_index

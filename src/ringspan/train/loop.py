@@ -17,7 +17,7 @@ from ringspan.checkpoints.state import random_state, restore, run_state
 from ringspan.core.errors import CheckpointError, ConfigError
 from ringspan.core.files.disk import write_synced
 from ringspan.torch.consistency.watchdog import Limits, Watchdog
-from ringspan.torch.memory.local_optimizer import own_state
+from ringspan.torch.memory.adamw import own_state
 from ringspan.torch.model.adapters import is_peft
 from ringspan.torch.weights.writing import HEADROOM_BYTES
 from ringspan.train.config.tables import TrainConfig

@@ -21,7 +21,7 @@ from ringspan.core.errors import CheckpointError, UnsupportedError
 from ringspan.measure.trace.tracker import MemoryTracker
 from ringspan.torch.layers.decoder import layers_of
 from ringspan.torch.layers.modules import local_part
-from ringspan.torch.memory.local_optimizer import own_state
+from ringspan.torch.memory.adamw import own_state
 from ringspan.torch.weights.packed import is_packed, parts_in, plain_parts
 from tests.torch.model.test_peft import LIMITS, stir
 from tests.torch.models import build, check, step, tokens, whole

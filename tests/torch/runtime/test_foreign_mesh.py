@@ -10,9 +10,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import ringspan as rs
 from ringspan.core.mesh_axes import assigned, recognised
-from ringspan.torch.runtime import timeout
+from ringspan.torch.runtime import mesh as meshes
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
-from ringspan.torch.runtime.timeout import timeout_seconds
+from ringspan.torch.runtime.mesh import timeout_seconds
 from tests.cases import few
 from tests.pool import TIMEOUT_SECONDS
 from tests.torch.models import build, close_by_name, relative, tokens, whole_gradients
@@ -205,8 +205,8 @@ def without_options(mesh):
     device, group = torch.device("cpu"), mesh["ring"].get_group()
     before = timeout_seconds(group, device)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timeout, "timeout_seconds", lambda *_: group._get_backend(torch.device("meta")))
-        timeout.take_timeout(mesh)
+        patch.setattr(meshes, "timeout_seconds", lambda *_: group._get_backend(torch.device("meta")))
+        meshes.take_timeout(mesh)
     return timeout_seconds(group, device) == before
 
 

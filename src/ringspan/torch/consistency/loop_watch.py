@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from ringspan.core.messages.lines import few
 from ringspan.torch.consistency.watchdog import Limits, Watchdog
-from ringspan.torch.runtime.timeout import timeout_seconds
+from ringspan.torch.runtime.mesh import timeout_seconds
 
 _OUTSIDE: Final = "outside of ringspan"
 _ANY_TIME: Final = float("inf")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.memory.local_optimizer import give_shards, is_local, take_back
+from ringspan.torch.memory.adamw import give_shards, is_local, take_back
 from ringspan.torch.memory.sharding import gathered_parameters
 
 _STEPS: Final = "steps of the optimizer "

@@ -1,9 +1,13 @@
-"""FSDP2 shards of weights, gradients and optimizer state over the ring, and recovery after a failed pass."""
+"""FSDP2 shards of weights, gradients and optimizer state over the ring, and recovery after a failed pass.
+
+FSDP gathers a layer's weights together: no weight may be in two. transformers ties blocks of several layers (Zamba)
+weight by weight; here they become one module in all of them, with its own group.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.layers.modules import as_part
+from ringspan.torch.layers.decoder import layers_of
+from ringspan.torch.layers.modules import as_part, hooks_of
 from ringspan.torch.weights.deferred import held_regions
 from ringspan.torch.weights.packed import split_into_parts
 
@@ -274,3 +279,66 @@ def _groups_in(module: FSDPModule) -> list[Any]:
 def _groups_of_state(state: Any) -> list[Any]:
     groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
     return [group for group in groups if group is not None]
+
+
+class SharedBlock(NamedTuple):
+    layer: str
+    place: str
+    first: nn.Module
+
+
+def find_shared_blocks(model: nn.Module) -> list[SharedBlock]:
+    """Return blocks that layers share with earlier ones; UnsupportedError for a lone shared weight."""
+    owners: dict[int, str] = {}
+    found: list[SharedBlock] = []
+    layers = layers_of(model)
+    for path, layer in layers.items():
+        places: dict[str, nn.Module] = {}
+        for name, parameter in layer.named_parameters():
+            other = owners.setdefault(id(parameter), path)
+            if other == path or any(name.startswith(f"{place}.") for place in places):
+                continue
+            place = _block_around(name, layer, layers[other])
+            if place is None:
+                raise UnsupportedError(
+                    f"{type(model).__name__}: {path}.{name} is a weight of {other} too, and what is around it is not "
+                    "the same in both, which is not supported yet; give each layer its own"
+                )
+            places[place] = layers[other].get_submodule(place)
+        found += [SharedBlock(path, place, first) for place, first in places.items()]
+    return found
+
+
+def join_shared_blocks(model: nn.Module) -> list[nn.Module]:
+    """Put the first of equal blocks into all their layers, in place; return each once."""
+    blocks: dict[int, nn.Module] = {}
+    for block in find_shared_blocks(model):
+        model.get_submodule(block.layer).set_submodule(block.place, block.first)
+        blocks[id(block.first)] = block.first
+    return list(blocks.values())
+
+
+def _block_around(name: str, layer: nn.Module, other: nn.Module) -> str | None:
+    place = ""
+    for part in name.split(".")[:-1]:
+        place = f"{place}.{part}" if place else part
+        if _are_alike(layer, other, place):
+            return place
+    return None
+
+
+def _are_alike(layer: nn.Module, other: nn.Module, place: str) -> bool:
+    mine = layer.get_submodule(place)
+    try:
+        theirs = other.get_submodule(place)
+    except AttributeError:
+        return False
+    weights = [{name: id(p) for name, p in block.named_parameters()} for block in (mine, theirs)]
+    kinds = [[_kind_of(path, module) for path, module in block.named_modules()] for block in (mine, theirs)]
+    return weights[0] == weights[1] and kinds[0] == kinds[1] and not any(True for _ in mine.buffers())
+
+
+def _kind_of(path: str, module: nn.Module) -> tuple[Any, ...]:
+    """Return what determines a module's computation, apart from weights: modules with own hooks differ."""
+    values = {name: x for name, x in vars(module).items() if isinstance(x, (bool, int, float, str))}
+    return path, type(module), hooks_of(module), vars(module).get("forward"), values

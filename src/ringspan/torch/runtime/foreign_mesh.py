@@ -13,8 +13,7 @@ from torch.distributed.distributed_c10d import _world  # pyright: ignore[reportP
 
 from ringspan.core.errors import ConfigError
 from ringspan.core.mesh_axes import Names, assigned, recognised
-from ringspan.torch.runtime.mesh import AXES, check_order, flatten_weights
-from ringspan.torch.runtime.timeout import take_timeout
+from ringspan.torch.runtime.mesh import AXES, check_order, flatten_weights, take_timeout
 
 # Of each default process group, the meshes that were made in it: a loop maps its mesh at every step.
 _mapped: Final[WeakKeyDictionary[dist.ProcessGroup, dict[Any, DeviceMesh]]] = WeakKeyDictionary()

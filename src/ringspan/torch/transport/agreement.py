@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ringspan.core.errors import PeerMismatch, UnsupportedError
-from ringspan.torch.runtime.timeout import timeout_seconds
+from ringspan.torch.runtime.mesh import timeout_seconds
 from ringspan.torch.transport.collectives import gather
 from ringspan.torch.transport.queue import SharedQueues
 

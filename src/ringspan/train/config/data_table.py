@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.lines import few, refused
 from ringspan.core.names import BalanceName
-from ringspan.train.config.table import Strings, Table
+from ringspan.train.config.problems import Strings, Table
 
 DocumentsName = Literal["pack", "separate", "cut"]
 

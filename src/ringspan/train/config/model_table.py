@@ -11,8 +11,7 @@ from ringspan.core.files.named import read_small
 from ringspan.core.messages.extras import require
 from ringspan.core.messages.lines import refused
 from ringspan.core.names import DtypeName
-from ringspan.train.config.problems import shown
-from ringspan.train.config.table import Strings, Table
+from ringspan.train.config.problems import Strings, Table, shown
 
 # A byte-level BPE has one token for each byte and <|endoftext|>.
 MIN_VOCAB_SIZE = 257

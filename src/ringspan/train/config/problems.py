@@ -1,16 +1,27 @@
-"""Configuration errors in a line, from pydantic's: key, value and remedy."""
+"""A training file's tables: their base, and errors in a line, from pydantic's: key, value and remedy."""
 
 import difflib
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.lines import shortened
+
+Strings = Annotated[tuple[str, ...], BeforeValidator(lambda value: (value,) if isinstance(value, str) else value)]
+"""Strings, of which a single one needs no brackets."""
+
+
+class Table(BaseModel):
+    """A TOML table: no unknown key, no conversion between types ("5" is not 5), no change after loading."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
 
 
 def explain(error: ValidationError, root: type[BaseModel]) -> str:

@@ -17,7 +17,7 @@ from ringspan.core.schedule.route import Route
 from ringspan.core.step_config import StepConfig
 from ringspan.train.config.data_table import DataConfig
 from ringspan.train.config.model_table import AdapterConfig, ModelConfig
-from ringspan.train.config.table import Table
+from ringspan.train.config.problems import Table
 
 
 class MeshConfig(Table):

@@ -17,7 +17,7 @@ from ringspan.torch.consistency.calls import meeting
 from ringspan.torch.consistency.fixed import Fixed, check_fixed
 from ringspan.torch.consistency.forward import in_pass, pass_facts, recovering
 from ringspan.torch.consistency.loop_watch import watch_backward
-from ringspan.torch.data.sharding import shard
+from ringspan.torch.data.batch_layout import shard
 from ringspan.torch.layers.decoder import text_config
 from ringspan.torch.layers.modules import class_name, forward_of
 from ringspan.torch.layers.positions import beyond_table, refuse_rope_by_length
