@@ -1,6 +1,7 @@
 """Keys that an index may choose for each query (DeepSeek-V3.2), and what chooses, attends to and fetches them costs."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -46,25 +47,27 @@ def seen_by(mask: Mask, positions: Integers, length: int) -> Seen:
     return Seen(np.where(sees, first, 0), np.where(sees, stop, 0))
 
 
-def seeing(layout: Layout, seen: Seen) -> list[Integers]:
+def seeing(layout: Layout, seen_at: Callable[[Integers], Seen]) -> list[Integers]:
     """Return the positions of each rank that see something, in order."""
     each = (np.sort(layout.positions(rank)) for rank in range(layout.ranks))
-    return [positions[seen.counts[positions] > 0] for positions in each]
+    return [positions[seen_at(positions).counts > 0] for positions in each]
 
 
-def wanted(held: Integers, readers: Integers, seen: Seen, reach: int = EVERYTHING) -> NDArray[np.bool_]:
+def wanted(
+    held: Integers, readers: Integers, seen_at: Callable[[Integers], Seen], reach: int = EVERYTHING
+) -> NDArray[np.bool_]:
     """Return which positions a reader sees that follows within ``reach``."""
     following = np.append(readers, -1)[np.searchsorted(readers, held)]
     near = (following >= 0) & (following - held < reach)
-    return near & (seen.first[following] == seen.first[held])
+    return near & (seen_at(following).first == seen_at(held).first)
 
 
 def exchanged(layout: Layout, mask: Mask, rank: int) -> Tokens:
     """Return the tokens that one rank exchanges, so that each rank has what its tokens see."""
-    seen = seen_by(mask, np.arange(max(layout.length, layout.padded_length)), layout.length)
-    held = seeing(layout, seen)
-    sent = (int(wanted(held[rank], each, seen).sum()) for each in held)
-    received = (int(wanted(each, held[rank], seen).sum()) for each in held)
+    seen_at = partial(seen_by, mask, length=layout.length)
+    held = seeing(layout, seen_at)
+    sent = (int(wanted(held[rank], each, seen_at).sum()) for each in held)
+    received = (int(wanted(each, held[rank], seen_at).sum()) for each in held)
     return Tokens(*(tuple((peer, count) for peer, count in enumerate(each) if count) for each in (sent, received)))
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import DynamicCache
 
 import ringspan as rs
 from ringspan.core.arguments import SPLIT_FROM_TOKENS
@@ -25,8 +26,28 @@ def read(model: Any) -> Any:
     return SimpleNamespace(sequences=ids, logits=[model(ids, **fresh_cache(model)).logits])
 
 
+def cropped(model: Any) -> Any:
+    """Tokens that are taken back, more of them than a pool has, and others in their place."""
+    kept = fresh_cache(model) or {"past_key_values": DynamicCache(config=model.config)}
+    kept["past_key_values"].activate_past_recording()
+    model(tiny_tokens(45), use_cache=True, **kept)
+    kept["past_key_values"].crop(-6)
+    others = tiny_tokens(71)
+    return SimpleNamespace(sequences=others, logits=[model(others, use_cache=True, **kept).logits])
+
+
 # A few tokens, more than an index chooses, rows with padding on their left, and tokens that are taken back.
 OF_AN_INDEX: tuple[Any, ...] = read, greedy(1), greedy(13), greedy(71), WAYS["left padding"], WAYS["prompt lookup"]
+# Less than a pool and just one, a second turn, and rows that change places; states neither skip padding nor go back.
+OF_STATES: tuple[Any, ...] = read, greedy(3), greedy(4), WAYS["two turns"], WAYS["beams"]
+OF_POOLS = *OF_STATES, WAYS["returned beams"], WAYS["a short second turn"], cropped
+WITHOUT_STATES = " without states"
+
+
+def ways_of(kind: str) -> tuple[Any, ...]:
+    if not kind.startswith(("qwen4", "glm5")):
+        return OF_AN_INDEX
+    return OF_POOLS if kind.endswith(WITHOUT_STATES) else OF_STATES
 
 
 def text(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -60,8 +81,12 @@ def test_the_text_of_special_types_equals_one_process(pool, kind):
 
 def choosing(kind: str) -> Any:
     if not kind.endswith(MULTIMODAL):
-        return made(kind, torch.float64)
+        changes = (
+            {"layer_types": ["indexed_attention"] * 4, "ple_layer_ids": []} if kind.endswith(WITHOUT_STATES) else {}
+        )
+        return made(kind.removesuffix(WITHOUT_STATES), torch.float64, **changes)
     model = in_float64_of(tiny_model(kind).eval())
+    model.generation_config.pad_token_id = 0
     model.set_experts_implementation("eager")  # the others know no float64
     return model
 
@@ -69,7 +94,7 @@ def choosing(kind: str) -> Any:
 def choosing_on_ring(mesh: DeviceMesh, kind: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
     model: Any = rs.parallelize(choosing(kind), mesh)
     type(model).ring_prefill_tokens = -(-SPLIT_FROM_TOKENS // mesh.size())
-    return [results(way, model) for way in OF_AN_INDEX]
+    return [results(way, model) for way in ways_of(kind)]
 
 
 @pytest.mark.parametrize(
@@ -80,13 +105,17 @@ def choosing_on_ring(mesh: DeviceMesh, kind: str) -> list[tuple[torch.Tensor, to
         ("hy_v4", 2),
         ("dots3_note_text", 2),
         ("mistral_large4:multimodal", 2),
+        ("qwen4_exp_text", 2),
+        ("qwen4_exp_text without states", 3),
+        ("glm5_next:multimodal", 3),
+        *long(("qwen4_exp_text", 1), ("qwen4_exp_text without states", 1), ("qwen4_exp_text without states", 2)),
         *long(("axk2", 2), ("dots3_note:multimodal", 2), ("hy_v4", 3)),
     ],
 )
 def test_an_index_chooses_in_shares_as_in_float64_on_one_process(pool, kind, ranks):
     """Many scores of its few heads are equal."""
     model = choosing(kind)
-    expected = [results(way, model) for way in OF_AN_INDEX]
+    expected = [results(way, model) for way in ways_of(kind)]
     for found in pool.run(choosing_on_ring, ranks, kind):
         for (ids, logits), (other, truth) in zip(found, expected, strict=True):
             assert torch.equal(ids, other)

@@ -22,8 +22,8 @@ CHUNK = 17  # per rank: two of them are enough to be split
 NEW = 4
 
 
-def made(kind: str, dtype: torch.dtype = torch.float32) -> Any:
-    model = build(kind, dtype).eval()
+def made(kind: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    model = build(kind, dtype, **changes).eval()
     for config in (model.config, model.generation_config):  # no token ends a text, and none of a prompt is padding
         config.eos_token_id, config.pad_token_id = None, 0
     return model

@@ -49,6 +49,8 @@ class Turn:
     is_split: bool
     """True if each rank computes only the tokens that it keeps."""
     reaches: Mapping[Any, Reach]
+    records_past: bool = False
+    """True if any of the new tokens may be taken back."""
     _rings: dict[object, Ring] = field(default_factory=dict)
 
     @cached_property

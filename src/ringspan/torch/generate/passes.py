@@ -26,7 +26,7 @@ from ringspan.torch.generate.cache.identity import reader_of
 from ringspan.torch.generate.positions import new_positions, new_shifts
 from ringspan.torch.layers.blockwise.head import head_of
 from ringspan.torch.layers.cache_names import OF_GENERATE, OURS, cache_name, name_ours
-from ringspan.torch.layers.decoder import LayerKind, finished_logits, text_config
+from ringspan.torch.layers.decoder import POOLED_INDEXES, LayerKind, finished_logits, text_config
 from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.numbering import counts_real_tokens, first_position, told
 from ringspan.torch.layers.positions import beyond_table, rotates
@@ -146,6 +146,12 @@ def _check_pass(model: RingModel, asked: CachePass) -> None:
             f"attention_mask with padding: states of {class_name(model)} would take it in; give prompts of one length "
             "in a batch, or one at a time"
         )
+    is_pooled = text_config(model.config).model_type in POOLED_INDEXES
+    if mask is not None and is_pooled and bool((mask.bool()[:, :-1] & ~mask.bool()[:, 1:]).any()):
+        raise UnsupportedError(
+            f"attention_mask with padding behind tokens: {class_name(model)} pools tokens one after the other; pad on "
+            "the left"
+        )
     if positions is not None and positions.shape[-1] != ids.shape[1]:
         raise UnsupportedError(f"position_ids are {positions.shape[-1]} for {ids.shape[1]} tokens; give one each")
     if cache is not None and (rows := cache.num_sequences) not in (None, len(ids)):
@@ -220,7 +226,7 @@ def _turn(
         )
         for kind, first in firsts.items()
     }
-    turn = Turn(ring.get_group(), ring.get_local_rank(), new, splits, reaches)
+    turn = Turn(ring.get_group(), ring.get_local_rank(), new, splits, reaches, cache.records_past)
     mine = columns[turn.kept] if splits else columns
     others: dict[str, Any] = {cache_name(decoder) or OURS: cache}
     if model.ring_router is not None:

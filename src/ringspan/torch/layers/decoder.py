@@ -37,10 +37,10 @@ INDEXED_LAYERS: Final[dict[str, tuple[str, ...]]] = {
 """Layers of each type whose queries attend to keys that an index chooses, or to entries that pool them."""
 
 
-CACHED_INDEXES: Final = frozenset(
-    {"axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "mistral_large4_text"}
-)
-"""Types whose index chooses tokens, by keys that a cache holds."""
+POOLED_INDEXES: Final = frozenset({"deepseek_v4", "glm5_next_text", "minimax_m3_vl_text", "qwen4_exp_text"})
+"""Types whose index chooses blocks, pools or entries, counted from a row's first real token."""
+UNCACHED_INDEXES: Final = frozenset({"deepseek_v4", "minimax_m3_vl_text"})
+"""Types whose index no cache holds yet."""
 
 
 def has_index(config: PreTrainedConfig) -> bool:

@@ -42,8 +42,9 @@ def _fetching(
     scale: float, sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     results: list[tuple[Tensor, Tensor, Tensor]] = []
+    each = len(q) // len(reach.masks)  # some sequences, or the key heads of one
     for number, mask in enumerate(reach.masks):
-        part = slice(None) if len(reach.masks) == 1 else slice(number, number + 1)
+        part = slice(number * each, (number + 1) * each)
         row = Row(mask.spec, turn.queries, turn.rank, q.device, reach.keys)
         of_row = None if index is None else index.of_rows(part)
         given = None if chosen is None else chosen[part]
@@ -57,16 +58,21 @@ def _merging(
     turn: Turn, reach: Reach, q: Tensor, kv: Tensor, index: IndexInputs | None, chosen: Tensor | None, values: slice,
     scale: float, sinks: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    positions, sees = _share(reach, turn.queries, turn.rank, q.device)
     with one_at_a_time(turn.group):
         if index is not None:
-            mine = candidates(index, positions, sees)
-            every = [torch.empty_like(mine) for _ in range(turn.new.ranks)]
-            dist.all_gather(every, mine, group=turn.group)
-            chosen = first_of(torch.cat(every, -1), index.topk)
+            chosen = best_of_shares(index, *_share(reach, turn.queries, turn.rank, q.device), turn.group)
         assert chosen is not None, "it is chosen here, or was before"
+        positions = torch.from_numpy(reach.keys.positions(turn.rank)).to(q.device)
         out, lse = attend(q, kv, _columns(chosen, positions), values, scale, None)
         return merged(out, lse, sinks, turn.group).to(q.dtype), chosen
+
+
+def best_of_shares(index: IndexInputs, positions: Tensor, sees: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the positions (B, n, topk) that queries choose of all ranks' keys, -1 for none; these are one rank's."""
+    mine = candidates(index, positions, sees)
+    every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(every, mine, group=group)
+    return first_of(torch.cat(every, -1), index.topk)
 
 
 @lru_cache(maxsize=4)  # for all layers of a pass

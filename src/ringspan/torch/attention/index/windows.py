@@ -2,6 +2,9 @@
 
 An entry belongs to the rank of its last token, and queries see it from there on. Windows begin with their document;
 each may reach back over the one before. x are local tokens (B, T, C) of a row with its mask and layout.
+
+Over a cache, queries are the new tokens. Entry w of a row that begins at o ends at the one position in
+[w size, (w + 1) size) that is o - 1 modulo size, so rows with padding on their left have entries of the same numbers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -96,6 +99,8 @@ class Windows(NamedTuple):
     inputs: Fetch
     columns: Tensor
     last: Tensor
+    numbers: Tensor
+    """Numbers of the entries made here, counted from the row's beginning."""
     entries: Fetch
     first: Tensor
     stop: Tensor
@@ -121,11 +126,13 @@ class Row(NamedTuple):
     device: torch.device
     cached: CustomLayout | None = None
     """Keys of a cache, if queries see those, causally: but for padding, which has no key in the mask."""
+    tail: range | None = None
+    """Over a cache, positions before the new tokens whose inputs the first rank has in front of its own."""
 
-    @property
-    def seen(self) -> Seen:
-        """Keys of each position; none for padding."""
-        return _seen(*self._seeing)
+    def seen_at(self, positions: Integers) -> Seen:
+        """Return the keys of each position; none for padding."""
+        mask = Mask.parse(self.mask if self.cached is None else "causal")
+        return seen_by(mask, positions, self.layout.length)
 
     @property
     def length(self) -> int:
@@ -135,19 +142,26 @@ class Row(NamedTuple):
     @property
     def most(self) -> int:
         """Keys that a token sees at most, on any rank."""
-        return _most(*self._seeing)
-
-    @property
-    def _seeing(self) -> tuple[str, Layout]:
-        return self.mask if self.cached is None else "causal", self.layout
+        return _most(self.mask if self.cached is None else "causal", self.layout)
 
     @property
     def local(self) -> Integers:
         return self.layout.positions(self.rank)
 
+    @property
+    def stored(self) -> Integers:
+        """Positions of the inputs that this rank has, in their order."""
+        return np.concatenate((self.tail, self.local)) if self.tail and not self.rank else self.local
+
     def queries(self) -> list[Integers]:
         """Positions of each rank that see something."""
-        return seeing(self.layout, self.seen)
+        return seeing(self.layout, self.seen_at)
+
+    def inputs(self) -> list[Integers]:
+        """Positions of each rank's inputs that something sees."""
+        first, *others = self.queries()
+        before = np.array(self.tail or [], np.int64)
+        return [np.concatenate((before[self.seen_at(before).counts > 0], first)), *others]
 
     def keys(self) -> tuple[Integers, list[Integers]]:
         """Return positions of this rank's keys, in their order, and of each rank's that something sees."""
@@ -160,7 +174,7 @@ class Row(NamedTuple):
 
     def bounds(self, fetch: Fetch) -> tuple[Tensor, Tensor]:
         """Return the columns [first, stop) of what is fetched that each local query sees, int32 (T,)."""
-        ends = (np.searchsorted(fetch.positions.cpu().numpy(), each[self.local]) for each in self.seen)
+        ends = (np.searchsorted(fetch.positions.cpu().numpy(), each) for each in self.seen_at(self.local))
         first, stop = (torch.from_numpy(each.astype(np.int32)).to(self.device) for each in ends)
         return first, stop
 
@@ -168,39 +182,44 @@ class Row(NamedTuple):
         """Return the columns (n, reach) of the ``reach`` tokens up to each of ``last``; -1 before its document."""
         wanted = last[:, None] + np.arange(1 - reach, 1)
         columns = np.searchsorted(fetch.positions.cpu().numpy(), wanted)
-        columns[(wanted < self.seen.first[last][:, None]) | (self.seen.counts[last] == 0)[:, None]] = -1
+        seen = self.seen_at(last)
+        columns[(wanted < seen.first[:, None]) | (seen.counts == 0)[:, None]] = -1
         return torch.from_numpy(columns).to(self.device)
 
-
-@lru_cache(maxsize=64)
-def _seen(mask: str, layout: Layout) -> Seen:
-    return seen_by(Mask.parse(mask), np.arange(max(layout.length, layout.padded_length)), layout.length)
+    def entries(self, size: int) -> Fetch:
+        """Return the last positions of all entries of a cached row, in place of what fetches them."""
+        length = self.layout.length
+        origin = int(self.seen_at(np.array([length - 1])).first[0])
+        last = torch.arange(-(-length // size), device=self.device) * size + (origin - 1) % size
+        return Fetch(self.rank, last, (), ())
 
 
 @lru_cache(maxsize=64)
 def _most(mask: str, layout: Layout) -> int:
-    return int(_seen(mask, layout).counts.max())
+    return int(seen_by(Mask.parse(mask), np.arange(layout.length), layout.length).counts.max())
 
 
 @lru_cache(maxsize=64)
 def windows_of(row: Row, size: int, reach: int) -> Windows:
-    queries, counts = row.queries(), row.seen.counts
-    ends = [each[counts[each] % size == 0] for each in queries]
-    inputs, entries = _fetch(row, row.local, queries, ends, reach), _fetch(row, ends[row.rank], ends, queries)
+    queries = row.queries()
+    ends = [each[row.seen_at(each).counts % size == 0] for each in queries]
     mine, local = ends[row.rank], row.local
+    inputs = _fetch(row, row.stored, row.inputs(), ends, reach)
+    entries = _fetch(row, mine, ends, queries) if row.tail is None else row.entries(size)
     tails = local[:, None] - np.arange(size - 1)
-    tails[np.arange(size - 1) >= (counts[local] % size)[:, None]] = -1
+    tails[np.arange(size - 1) >= (row.seen_at(local).counts % size)[:, None]] = -1
     order = np.argsort(local)
     last = order[np.searchsorted(local[order], mine)]
-    last, tails = (torch.from_numpy(each).to(row.device) for each in (last, tails.astype(np.int32)))
+    moved = (torch.from_numpy(each).to(row.device) for each in (last, mine // size, tails.astype(np.int32)))
+    last, numbers, tails = moved
     columns, (first, stop) = row.columns(inputs, mine, reach), row.bounds(entries)
-    return Windows(size, inputs, columns, last, entries, first, stop, int((stop - first).max()), tails)
+    return Windows(size, inputs, columns, last, numbers, entries, first, stop, int((stop - first).max()), tails)
 
 
 @lru_cache(maxsize=64)
 def before(row: Row, reach: int) -> tuple[Fetch, Tensor]:
     """Return what fetches the ``reach`` tokens up to each local one, and their columns (T, reach), or -1."""
-    fetch = _fetch(row, row.local, row.queries(), row.queries(), reach)
+    fetch = _fetch(row, row.stored, row.inputs(), row.queries(), reach)
     return fetch, row.columns(fetch, row.local, reach)
 
 
@@ -220,8 +239,8 @@ def _fetch(
     """
     mine, order = held[row.rank], np.argsort(stored)
     local = order[np.searchsorted(stored[order], mine)]
-    sent = {peer: local[wanted(mine, each, row.seen, reach)] for peer, each in enumerate(readers)}
-    taken = {owner: each[wanted(each, readers[row.rank], row.seen, reach)] for owner, each in enumerate(held)}
+    sent = {peer: local[wanted(mine, each, row.seen_at, reach)] for peer, each in enumerate(readers)}
+    taken = {owner: each[wanted(each, readers[row.rank], row.seen_at, reach)] for owner, each in enumerate(held)}
     positions = np.sort(np.concatenate([*taken.values()]))
     arriving = {owner: np.searchsorted(positions, each) for owner, each in taken.items()}
 

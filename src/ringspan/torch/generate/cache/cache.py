@@ -12,6 +12,7 @@ from ringspan.core.geometry.layout import CustomLayout
 from ringspan.core.geometry.shares import BLOCK_TOKENS, Shares
 from ringspan.torch.attention.cached import Turn, current_turn
 from ringspan.torch.generate.cache.identity import Reader
+from ringspan.torch.generate.cache.pools import Pools, Tail
 from ringspan.torch.generate.cache.quantised import QuantisedRows, check_dtype, new_rows
 from ringspan.torch.generate.cache.rows import Rows
 from ringspan.torch.generate.cache.states import Rearranged, StateLayer
@@ -47,7 +48,8 @@ class RingCache(Cache):
     @property
     def nbytes(self) -> int:
         keys = sum(rows.nbytes for layer in self.layers if isinstance(layer, RingLayer) for rows in layer.rows)
-        return keys + sum(layer.nbytes for layer in self.stateful)
+        kept = sum(each.nbytes for layer in self.layers for each in layer.kept.values())
+        return keys + kept + sum(layer.nbytes for layer in self.stateful)
 
     @property
     def ids(self) -> Tensor:
@@ -123,6 +125,15 @@ class RingCache(Cache):
                 "and values of their own in transformers' cache"
             )
 
+    def tail(self, layer: int, name: str, reach: int) -> Tail:
+        """Return the last inputs of a layer's tokens, for windows of ``reach`` tokens."""
+        return self.layers[layer].kept.setdefault(name, Tail(reach))
+
+    def pools(self, layer: int, size: int, reach: int) -> Pools:
+        """Return entries of a layer's windows, which begin every ``size`` tokens and have ``reach`` of them."""
+        pools = Pools(size, reach, self.rank, self.shares.ranks)
+        return self.layers[layer].kept.setdefault("pools", pools)
+
     def add(self, count: int, *, is_split: bool) -> CustomLayout:
         return self.shares.split(count) if is_split else self.shares.deal(count)
 
@@ -160,7 +171,9 @@ class RingCache(Cache):
         first = max((layer.first for layer in self.keepers), default=0)
         if not 0 <= new <= length:
             raise UnsupportedError(f"cannot crop a cache of {length} tokens to {new}; give at most {length}")
-        if new < length and any(layer.first > layer.first_seen_after(new) for layer in self.layers):
+        kept = [each for layer in self.layers for each in layer.kept.values()]
+        has_dropped = any(layer.first > layer.first_seen_after(new) for layer in self.layers)
+        if new < length and (has_dropped or not all(each.reaches_back(length - new, new) for each in kept)):
             raise UnsupportedError(
                 f"cannot crop to {new} tokens: windows have dropped what lies before {first}; call "
                 "activate_past_recording() before"
@@ -173,6 +186,8 @@ class RingCache(Cache):
             layer.take_back(before - self.shares.counts()[self.rank])
             layer.length = min(layer.length, new)
             layer.forget()
+        for each in kept:
+            each.take_back(length - new, new)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the tokens seen so far; in a pass they count from the layer that has read them."""
@@ -219,6 +234,8 @@ class RingLayer(Rearranged, CacheLayerMixin):
 
     is_croppable = True
     is_compileable = False
+    indexer_position_ids = property(lambda _: None, lambda _, positions: None)
+    """Positions of all tokens, from which Qwen4-exp would turn its pools again."""
 
     def __init__(self, cache: RingCache, kind: LayerKind | None) -> None:
         self._cache = cache
@@ -239,6 +256,7 @@ class RingLayer(Rearranged, CacheLayerMixin):
     def reset(self) -> None:
         self.rows: tuple[Rows | QuantisedRows, ...] = new_rows(self._cache.dtype), new_rows(self._cache.dtype)
         """Keys, values, and of an index its keys, in their own dtype: rounded ones would choose others."""
+        self.kept.clear()
         self._reserved = 0
         self.length = 0  # of the whole sequence, as this layer has seen it
         self.first = 0  # the first position that is still held somewhere

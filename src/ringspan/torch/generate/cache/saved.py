@@ -155,11 +155,10 @@ def _facts_to_save(model: Any, cache: Any, target: Path) -> dict[str, Any]:
     cache.read_by(reader_of(model))
     if cache.stateful:
         raise UnsupportedError(f"a cache with states of {class_name(model)} is not saved; read the text again")
-    if any(layer not in cache.keepers and len(layer.rows) > 2 for layer in cache.layers):
-        raise UnsupportedError(
-            f"a cache of {class_name(model)} whose layers have an index and the keys of others is not saved; read the "
-            "text again"
-        )
+    is_shared = any(layer not in cache.keepers and len(layer.rows) > 2 for layer in cache.layers)
+    if is_shared or any(layer.kept for layer in cache.layers):
+        what = "layers have an index and the keys of others" if is_shared else "index chooses pools"
+        raise UnsupportedError(f"a cache of {class_name(model)} whose {what} is not saved; read the text again")
     if target.exists():
         raise CheckpointError(f"{target}: exists; remove it, or choose another name")
     if reason := why_no_folder(target):

@@ -1,30 +1,41 @@
 """Cached states and convolutions of C channels and K taps, whole on every rank."""
 
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionLayer
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.attention.cached import Turn, current_turn
+from ringspan.torch.attention.cached import current_turn
+from ringspan.torch.generate.cache.pools import Tail, last_inputs
 from ringspan.torch.recurrence.current import current_pass
 
 
 class Rearranged:
+    @cached_property
+    def kept(self) -> dict[str, Tail]:
+        """Inputs and entries of windows of tokens, by name."""
+        return {}
+
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
         """Apply a function of dimension 0 to all that is held."""
         raise NotImplementedError
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.change(lambda x: x.index_select(0, beam_idx.to(x.device)))
+        self._rearrange(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.change(lambda x: x.repeat_interleave(repeats, dim=0))
+        self._rearrange(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        self.change(lambda x: x[indices.to(x.device)])
+        self._rearrange(lambda x: x[indices.to(x.device)])
+
+    def _rearrange(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.change(function)
+        for each in self.kept.values():
+            each.change(function)
 
 
 class StateLayer(Rearranged, LinearAttentionLayer):
@@ -52,7 +63,7 @@ class StateLayer(Rearranged, LinearAttentionLayer):
         held = self.conv_states[state_idx] if self.has_previous_state[state_idx] else None
         state = self.recurrent_states.get(state_idx) if held is not None else None
         sequences.before.inputs, sequences.before.state = held, state
-        last = _last_inputs(conv_states, conv_kernel_size, turn)
+        last = last_inputs(conv_states, conv_kernel_size, turn)
         if held is None:
             held = last.new_zeros((*last.shape[:-1], conv_kernel_size))
         self.dtype, self.device = conv_states.dtype, conv_states.device
@@ -63,20 +74,8 @@ class StateLayer(Rearranged, LinearAttentionLayer):
 
     def reset(self) -> None:
         LinearAttentionLayer.__init__(self, self.number_of_states)
+        self.kept.clear()
 
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
         for held in (self.conv_states, self.recurrent_states):
             held.update({index: function(x) for index, x in held.items() if x is not None})
-
-
-def _last_inputs(x: Tensor, count: int, turn: Turn) -> Tensor:
-    if not turn.is_split:
-        return x[..., -count:]
-    tokens = turn.new.length - turn.start
-    first = max(0, tokens - count)
-    last = x.new_zeros((*x.shape[:-1], tokens - first))
-    kept = turn.kept.to(x.device)
-    here = kept >= first
-    last[..., kept[here] - first] = x[..., here]
-    dist.all_reduce(last, group=turn.group)  # each input is of one rank
-    return last

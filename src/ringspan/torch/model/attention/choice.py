@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import Mask
 from ringspan.core.names import LayoutName
-from ringspan.torch.attention.cached import Turn
+from ringspan.torch.attention.cached import Turn, current_turn
 from ringspan.torch.attention.index.cached import attend_to_cache
 from ringspan.torch.attention.index.chosen import IndexInputs
 from ringspan.torch.attention.index.indexed import indexed_attention
@@ -80,6 +80,13 @@ class AskedOfCache(NamedTuple):
         choice.chosen = [found]
         return out
 
+    def attend_heads(self, q: Tensor, kv: Tensor, choice: "Choice", values: slice) -> Tensor:
+        """Attend from q (B, H, T, D) to this rank's share of keys and values (B, G, M, C) of each head, and others'."""
+        heads = kv.shape[1]
+        of_heads = Choice(None, [choice.chosen[0].repeat_interleave(heads, 0)])
+        of_queries = q.unflatten(1, (heads, -1)).flatten(0, 1)
+        return self.attend(of_queries, kv.flatten(0, 1), of_heads, values).unflatten(0, (-1, heads)).flatten(1, 2)
+
 
 class Choice:
     """Inputs of an index, then its choice, in place of a module's mask or its indices."""
@@ -98,10 +105,11 @@ class Choice:
     def to(self, *_: object) -> "Choice":
         return self
 
-    def attend(self, module: nn.Module, qkv: tuple[Tensor, Tensor, Tensor], asked: Asked) -> Tensor:
+    def attend(self, module: nn.Module, qkv: tuple[Tensor, Tensor, Tensor], asked: Asked | AskedOfCache) -> Tensor:
         """Return attention (B, T, H, v) of queries (B, H, T, D), and keep what they chose."""
-        latent = hasattr(module, "expand_kv")
-        return attend_to_chosen(module, *qkv[:2], self, asked) if latent else attend_by_key_head(qkv, self, asked)
+        if hasattr(module, "expand_kv"):
+            return attend_to_chosen(module, *qkv[:2], self, asked)
+        return attend_by_key_head(qkv, self, asked)
 
 
 def choice_of(kwargs: dict[str, Any], attention_mask: object) -> Choice | None:
@@ -110,8 +118,23 @@ def choice_of(kwargs: dict[str, Any], attention_mask: object) -> Choice | None:
     return next((each for each in given if isinstance(each, Choice)), None)
 
 
-def rows_now(device: torch.device) -> list[tuple[slice, Row]]:
-    """Return the rows of the current pass, as ``Rows``, with indices on a device."""
+def rows_now(device: torch.device, tail: int = 0) -> list[tuple[slice, Row]]:
+    """Return the rows of the current pass, as ``Rows``, with indices on a device.
+
+    Over a cache, the first rank has inputs of ``tail`` tokens before the new ones.
+    """
+    turn = current_turn()
+    if turn is not None:
+        before = range(turn.start - tail, turn.start)
+        rank = turn.rank if turn.is_split else 0
+        masks = turn.reaches[LayerKind()].masks
+        return [
+            (
+                slice(None) if len(masks) == 1 else slice(number, number + 1),
+                Row(mask.spec, turn.queries, rank, device, tail=before),
+            )
+            for number, mask in enumerate(masks)
+        ]
     now = _now()
     documents: list[Any] = [None]
     if now.packed is not None:
@@ -126,6 +149,10 @@ def rows_now(device: torch.device) -> list[tuple[slice, Row]]:
 
 
 def group_now() -> dist.ProcessGroup | None:
+    """Return the group over which the tokens of the current pass are split."""
+    turn = current_turn()
+    if turn is not None:
+        return turn.group if turn.is_split else None
     return _now().group
 
 
@@ -161,9 +188,11 @@ def absorbed_attention(module: Any, query: Tensor, latents: Tensor, attend: Call
     return torch.einsum("bhtr,hvr->bhtv", out, matrix[:, nope:])
 
 
-def attend_by_key_head(qkv: tuple[Tensor, Tensor, Tensor], choice: Choice, asked: Asked) -> Tensor:
+def attend_by_key_head(qkv: tuple[Tensor, Tensor, Tensor], choice: Choice, asked: Asked | AskedOfCache) -> Tensor:
     """Attend to key heads as to sequences of their own, each with its queries and its choice, or the common one."""
     q, (heads, size) = qkv[0], (qkv[1].shape[1], qkv[1].shape[-1])
+    if isinstance(asked, AskedOfCache):
+        return asked.attend_heads(q, torch.cat(qkv[1:], -1), choice, slice(size, 2 * size)).transpose(1, 2)
     outs: list[Tensor] = []
     for rows, chosen in zip(asked.rows, choice.chosen, strict=True):
         of_heads = chosen if chosen.ndim == 5 else chosen[:, None].expand(-1, heads, -1, -1, -1)

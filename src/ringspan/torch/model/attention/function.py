@@ -25,7 +25,6 @@ from ringspan.torch.model.attention.choice import (
     AskedOfCache,
     Rows,
     absorbed_attention,
-    attend_to_chosen,
     choice_of,
 )
 from ringspan.torch.model.attention.latents import absorbs, expansion_of
@@ -64,7 +63,7 @@ def register_attention(
         if choice is not None:
             assert scaling is not None, "a module with an index gives its own"
             if turn is not None:
-                return attend_to_chosen(module, query, key, choice, AskedOfCache(turn, scaling, s_aux)), None
+                return choice.attend(module, (query, key, value), AskedOfCache(turn, scaling, s_aux)), None
             rows = _rows(ring_packed, query.shape[2] * dist.get_world_size(ring), LayerKind(), config)
             of_choice = Asked(rows, ring, scaling, s_aux, config.index_loss == "dense")
             return choice.attend(module, (query, key, value), of_choice), None

@@ -4,15 +4,17 @@ Blocks and pools begin with their document, also in packed and padded rows. Each
 pools that reach over the border of a span are made by the rank of their last token, of tokens that it fetches.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear, pad, silu
 
+from ringspan.torch.attention.cached import current_turn
 from ringspan.torch.attention.handler import handled
+from ringspan.torch.attention.index.cached import best_of_shares
 from ringspan.torch.attention.index.chosen import IndexInputs, all_seen, choose, choose_blocks, packed
 from ringspan.torch.attention.index.windows import (
     Attended,
@@ -26,7 +28,7 @@ from ringspan.torch.attention.index.windows import (
 )
 from ringspan.torch.attention.part import accumulation_dtype
 from ringspan.torch.layers.modules import Mixin
-from ringspan.torch.model.attention.choice import Asked, Choice, group_now, rotation_of, rows_now
+from ringspan.torch.model.attention.choice import Asked, AskedOfCache, Choice, group_now, rotation_of, rows_now
 
 
 class BlockIndex(Mixin):
@@ -52,40 +54,47 @@ class PooledIndex(Mixin):
     """Qwen4-exp: keys are means of four, turned as the first of them."""
 
     @torch.no_grad()
-    def forward(self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *_: object) -> Choice:
+    def forward(
+        self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], _: object, cache: Any
+    ) -> Choice:
         size, turn = self.index_head_dim, rotation_of(self)
         heads = self.index_qk_proj(hidden_states).unflatten(-1, (-1, size))
         cos, sin = position_embeddings
         q = turn(self.q_layernorm(heads[:, :, : self.index_n_heads]), cos=cos, sin=sin, unsqueeze_dim=2)
         turns = [x.expand(len(q), -1, -1) for x in position_embeddings]
 
-        def pool(tokens: Tensor, _: Windows) -> Tensor:
+        def pool(tokens: Tensor) -> Tensor:
             keys, cos, sin = tokens.split([size, *(x.shape[-1] for x in turns)], -1)
             keys = self.k_layernorm(keys.to(accumulation_dtype(keys.dtype)).mean(2).to(keys.dtype))
             return turn(keys[:, :, None], cos=cos[:, :, 0], sin=sin[:, :, 0], unsqueeze_dim=2)[:, :, 0]
 
         inputs = torch.cat((heads[:, :, self.index_n_heads], *turns), -1)
         index = IndexInputs(q, inputs, torch.ones_like(q[..., 0]), size**-0.5, self.block_topk)
-        return _choose_pools(index, self.compress_ratio, pool)
+        pools = None if cache is None else cache.pools(self.layer_idx, self.compress_ratio, self.compress_ratio)
+        return _choose_pools(index, self.compress_ratio, pool, pools)
 
 
 class GatedPools(Mixin):
     """GLM-5-Next: keys are means of four, weighted by a gate of each channel."""
 
     @torch.no_grad()
-    def forward(self: Any, hidden_states: Tensor, q_resid: Tensor, **_: object) -> Choice:
+    def forward(
+        self: Any, hidden_states: Tensor, q_resid: Tensor, *, past_key_values: Any = None, **_: object
+    ) -> Choice:
         q = self.wq_b(q_resid).unflatten(-1, (-1, self.head_dim))
         weights = self.weights_proj(hidden_states.to(self.weights_proj.weight.dtype)).float() * self.n_heads**-0.5
         gate = linear(hidden_states, self.index_kpool_compress_gate)
         inputs = torch.cat((self.k_norm(self.wk(hidden_states)), gate), -1)
 
-        def pool(tokens: Tensor, _: Windows) -> Tensor:
+        def pool(tokens: Tensor) -> Tensor:
             keys, gates = tokens.chunk(2, -1)
             shares = (gates + self.index_kpool_compress_ape).softmax(2, dtype=accumulation_dtype(gates.dtype))
             return (shares.to(keys.dtype) * keys).sum(2)
 
         index = IndexInputs(q, inputs, weights, self.softmax_scale, self.index_topk // self.index_kpool)
-        return _choose_pools(index, self.index_kpool, pool, has_tail=self.index_kpool_always_select_tail)
+        size, cache = self.index_kpool, past_key_values
+        pools = None if cache is None else cache.pools(self.layer_idx, size, size)
+        return _choose_pools(index, size, pool, pools, has_tail=self.index_kpool_always_select_tail)
 
 
 def _choice(chosen: Callable[[slice, Row], Tensor], device: torch.device) -> Choice:
@@ -96,14 +105,67 @@ def _choice(chosen: Callable[[slice, Row], Tensor], device: torch.device) -> Cho
     return Choice(None, [handled(partial(of_row, *each))[0] for each in rows_now(device)])
 
 
+class HeldEntries(NamedTuple):
+    """Entries of a row over a cache: all of them, or this rank's, of these numbers."""
+
+    part: slice
+    windows: Windows
+    entries: Tensor
+    numbers: Tensor | None
+
+
+def entries_of_cache(
+    x: Tensor, size: int, reach: int, pool: Callable[[Tensor, slice, Windows], Tensor], pools: Any
+) -> list[HeldEntries]:
+    """Add entries that end with new tokens (B, T, C) to a cache; return each row's.
+
+    ``pool`` makes entries (b, k, E) of windows' tokens (b, k, reach, C).
+    """
+    turn = current_turn()
+    assert turn is not None, "there is a cache"
+    rows, first = rows_now(x.device, pools.count), turn.start // size
+    inputs, count = pools.join(x, turn), -(-turn.new.length // size) - first
+    all_windows, new, is_new = [], [], []
+    for part, row in rows:
+        windows = windows_of(row, size, reach)
+        tokens = fetched(inputs[part], windows.inputs, group_now())
+        made = pool(at_columns(tokens, windows.columns), part, windows)
+        new.append(made.new_zeros(len(made), count, made.shape[-1]).index_copy_(1, windows.numbers - first, made))
+        is_new.append((windows.entries.positions[first] >= turn.start).expand(len(made)))
+        all_windows.append(windows)
+    entries = pools.add(torch.cat(new), torch.cat(is_new), turn)
+    is_all = turn.is_split or turn.new.ranks == 1
+    numbers = None if is_all else pools.numbers(x.device)
+    return [
+        HeldEntries(part, windows, entries[part], numbers) for (part, _), windows in zip(rows, all_windows, strict=True)
+    ]
+
+
+def best_entries(index: IndexInputs, held: HeldEntries) -> Tensor:
+    """Return the numbers (b, T, k) of the entries that a row's queries choose, -1 for none."""
+    windows = held.windows
+    of_row = _of_rows(index, held.part, held.entries, windows)
+    if held.numbers is None or of_row.topk == windows.most:  # all of them
+        return choose(of_row, windows.first, windows.stop)
+    sees = (held.numbers >= windows.first[:, None]) & (held.numbers < windows.stop[:, None])
+    turn = current_turn()
+    assert turn is not None, "there is a cache"
+    return best_of_shares(of_row, held.numbers, sees[None], turn.group)
+
+
 def _choose_pools(
-    index: IndexInputs, size: int, pool: Callable[[Tensor, Windows], Tensor], *, has_tail: bool = True
+    index: IndexInputs, size: int, pool: Callable[[Tensor], Tensor], pools: Any, *, has_tail: bool = True
 ) -> Choice:
+    if pools is not None:
+        held = entries_of_cache(index.k, size, size, lambda tokens, *_: pool(tokens), pools)
+        found = [each.windows.tokens(best_entries(index, each), has_tail=has_tail) for each in held]
+        most = max(each.shape[-1] for each in found)
+        return Choice(None, [torch.cat([pad(each, (0, most - each.shape[-1]), value=-1) for each in found])])
 
     def chosen(part: slice, row: Row) -> Tensor:
         windows = windows_of(row, size, size)
         tokens = fetched(index.k[part], windows.inputs, group_now())
-        keys = fetched(pool(at_columns(tokens, windows.columns), windows), windows.entries, group_now())
+        keys = fetched(pool(at_columns(tokens, windows.columns)), windows.entries, group_now())
         found = choose(_of_rows(index, part, keys, windows), windows.first, windows.stop)
         return windows.tokens(found, has_tail=has_tail)
 
@@ -181,7 +243,7 @@ class Entries(Choice):
         super().__init__(None, [])
         self.rows = rows
 
-    def attend(self, module: Any, qkv: tuple[Tensor, Tensor, Tensor], asked: Asked) -> Tensor:
+    def attend(self, module: Any, qkv: tuple[Tensor, Tensor, Tensor], asked: Asked | AskedOfCache) -> Tensor:
         q, k, _ = qkv
         outs: list[Any] = []
         for part, row, entries, chosen in self.rows:
@@ -197,11 +259,9 @@ class Entries(Choice):
 class NGrams(Mixin):
     """Qwen4-exp's embeddings of the last N tokens of a document."""
 
-    def forward(self: Any, input_ids: Tensor, *_: object) -> Tensor:
+    def forward(self: Any, input_ids: Tensor, cache: Any) -> Tensor:
         outs: list[Tensor] = []
-        for part, row in rows_now(input_ids.device):
-            fetch, columns = before(row, self.ngram_size)
-            tokens = fetched(input_ids[part][..., None], fetch, group_now())
+        for tokens, columns in _before(input_ids[..., None], self.ngram_size, cache, self.layer_idx, "n-grams"):
             grams = at_columns(tokens, columns)[..., 0].masked_fill(columns < 0, self.eos_token_id)
             out = super().forward(grams.flatten(0, 1), None)  # pyright: ignore[reportAttributeAccessIssue]
             outs.append(out[:, -1].unflatten(0, grams.shape[:2]))
@@ -211,14 +271,21 @@ class NGrams(Mixin):
 class DilatedConvolution(Mixin):
     """Qwen4-exp's convolution of each channel over every third token, say, of a document."""
 
-    def _short_conv(self: Any, hidden_states: Tensor, *_: object) -> Tensor:
+    def _short_conv(self: Any, hidden_states: Tensor, cache: Any) -> Tensor:
         taps, step = self.conv1d.weight[:, 0].T, self.conv1d.dilation[0]
+        reach = (len(taps) - 1) * step + 1
         outs: list[Tensor] = []
-        for part, row in rows_now(hidden_states.device):
-            fetch, columns = before(row, (len(taps) - 1) * step + 1)
-            tokens = fetched(hidden_states[part], fetch, group_now())
-            out = torch.zeros_like(hidden_states[part])
-            for tap, weight in enumerate(taps):
-                out = out + at_columns(tokens, columns[:, step * tap]) * weight
-            outs.append(out)
+        for tokens, columns in _before(hidden_states, reach, cache, self.layer_idx, "convolution"):
+            parts = (at_columns(tokens, columns[:, step * tap]) * weight for tap, weight in enumerate(taps))
+            outs.append(sum(parts, torch.zeros((), dtype=tokens.dtype, device=tokens.device)))
         return silu(torch.cat(outs))
+
+
+def _before(x: Tensor, reach: int, cache: Any, layer: int, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each row's tokens (b, n, C) and the columns (T, reach) of those up to each of x (B, T, C), or -1."""
+    tail, turn = None if cache is None else cache.tail(layer, name, reach), current_turn()
+    rows = rows_now(x.device, 0 if tail is None else tail.count)
+    x = x if tail is None else tail.join(x, turn)
+    for part, row in rows:
+        fetch, columns = before(row, reach)
+        yield fetched(x[part], fetch, group_now()), columns
