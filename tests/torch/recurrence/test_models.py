@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import ringspan as rs
+from ringspan.torch.attention.index import chosen, indexed
 from ringspan.torch.model.support import refuse_unsupported
 from ringspan.torch.model.view import view_of
 from tests.cases import long
@@ -164,6 +165,27 @@ def test_replicas_accumulation_and_checkpoints(pool, kind, ranks, replicate, opt
     ids = batch_of(4, 31)
     expected, layout = one_process(kind, torch.float64, ids, options.get("documents")), options.pop("layout", "zigzag")
     for found in pool.run(on_a_ring, ranks, kind, torch.float64, layout, ids, options, replicate=replicate):
+        assert worst(found, expected) < 1e-9
+
+
+def without_an_index(mesh: Any, kind: str, *args: Any) -> Any:
+    def never(*_: object) -> None:
+        raise AssertionError("a choice among keys that are all attended to")
+
+    with pytest.MonkeyPatch.context() as patched:
+        for module in (chosen, indexed):
+            patched.setattr(module, "attend", never)
+        return on_a_ring(mesh, kind, torch.float64, *args)
+
+
+@pytest.mark.parametrize(
+    ("kind", "topk", "ranks"),
+    [("hy_v4", 7, 3), ("minimax_m3_vl_text", 12, 2), *long(("deepseek_v32", 7, 2), ("qwen4_exp_text", 11, 3))],
+)
+def test_documents_that_an_index_sees_whole_take_the_ring(pool, kind, topk, ranks):
+    ids, documents = batch_of(2, 29), [[*[topk] * (29 // topk), 29 % topk]] * 2
+    expected = one_process(kind, torch.float64, ids, documents)
+    for found in pool.run(without_an_index, ranks, kind, "zigzag", ids, {"documents": documents, "checkpoint": "full"}):
         assert worst(found, expected) < 1e-9
 
 

@@ -20,7 +20,7 @@ from ringspan.torch.attention.request import in_autocast
 from ringspan.torch.attention.traced import mask_of
 from ringspan.torch.layers.decoder import LayerKind
 from ringspan.torch.layers.modules import computes_as, forward_of
-from ringspan.torch.model.attention.index_loss import note_divergence
+from ringspan.torch.model.attention.index_loss import learning_queries, note_divergence
 from ringspan.torch.recurrence.current import SequencePass, current_pass
 from ringspan.torch.weights.packed import is_packed
 
@@ -96,6 +96,11 @@ class Choice:
         self.chosen = chosen
         """Choice of each ``Rows``: ``packed`` global positions (B, T, k), or (B, G, T, k) of each key head."""
 
+    @property
+    def is_of_everything(self) -> bool:
+        """True if queries attend to all that they see, which needs neither an index nor a list."""
+        return bool(self.chosen) and all(chosen.shape[-1] == 0 for chosen in self.chosen)
+
     @classmethod
     def __torch_function__(cls, function: object, types: object, args: Any = (), kwargs: object = None) -> Any:
         """Stand for a mask that a module joins with it, by ``&`` or ``torch.cat``."""
@@ -146,6 +151,15 @@ def rows_now(device: torch.device, tail: int = 0) -> list[tuple[slice, Row]]:
         part = slice(None) if len(documents) == 1 else slice(number, number + 1)
         rows.append((part, Row(mask_of(layout.length, lengths, None, None).spec, layout, rank, device)))
     return rows
+
+
+def everything(hidden_states: Tensor, tokens: int) -> Choice | None:
+    """Return a choice of all keys if no token of the batch (B, T, C), on any rank, sees more than ``tokens``."""
+    if current_turn() is not None or learning_queries() is not None:
+        return None
+    rows = rows_now(hidden_states.device)
+    none = torch.empty(*hidden_states.shape[:2], 0, dtype=torch.int32, device=hidden_states.device)
+    return None if any(row.most > tokens for _, row in rows) else Choice(None, [none[part] for part, _ in rows])
 
 
 def group_now() -> dist.ProcessGroup | None:

@@ -27,7 +27,7 @@ from ringspan.torch.model.attention.choice import (
     absorbed_attention,
     choice_of,
 )
-from ringspan.torch.model.attention.latents import absorbs, expansion_of
+from ringspan.torch.model.attention.latents import absorbs, expansion_of, parts_to_send
 from ringspan.torch.model.forward_arguments import UNSAID, Unsaid, check_attention
 from ringspan.torch.model.local_pass import Packed
 from ringspan.torch.multimodal.kinds import Blocks
@@ -60,14 +60,17 @@ def register_attention(
         choice = choice_of(kwargs, attention_mask) if is_indexed else None
         given = None if is_indexed else attention_mask
         check_attention(module, kwargs | {"attention_mask": given, "dropout": dropout})
-        if choice is not None:
+        if choice is not None and (turn is not None or not choice.is_of_everything):
             assert scaling is not None, "a module with an index gives its own"
             if turn is not None:
                 return choice.attend(module, (query, key, value), AskedOfCache(turn, scaling, s_aux)), None
             rows = _rows(ring_packed, query.shape[2] * dist.get_world_size(ring), LayerKind(), config)
             of_choice = Asked(rows, ring, scaling, s_aux, config.index_loss == "dense")
             return choice.attend(module, (query, key, value), of_choice), None
-        kind = _kind_of_layer(module, kinds, sliding_window, masked)
+        if choice is None:
+            kind = _kind_of_layer(module, kinds, sliding_window, masked)
+        else:
+            kind, (key, value) = LayerKind(), parts_to_send(module, key, value)
         asked = Request(
             q=query,
             k=key,

@@ -19,7 +19,7 @@ from ringspan.torch.layers.decoder import has_index
 from ringspan.torch.layers.modules import Mixin, mix_in
 from ringspan.torch.layers.view import ModelView
 from ringspan.torch.model.attention import pooled
-from ringspan.torch.model.attention.choice import Choice, is_matrix, rotation_of
+from ringspan.torch.model.attention.choice import Choice, everything, is_matrix, rotation_of
 from ringspan.torch.model.attention.index_loss import learning_queries, refuse_index_loss
 
 _ROTARY_LAST: Final = frozenset({"hy_v4"})
@@ -48,6 +48,8 @@ class _Index(Mixin):
         **__: object,
     ) -> Choice:
         """Compute queries, keys and weights as transformers' index does; over a cache, its share of the keys."""
+        if (all_ := everything(hidden_states, self.index_topk)) is not None:
+            return all_
         with torch.set_grad_enabled(learning_queries() is not None):
             q = self.wq_b(q_resid.detach()).unflatten(-1, (self.n_heads, self.head_dim))
             return self.ring_choice(q, hidden_states.detach(), position_embeddings, past_key_values)
@@ -79,6 +81,8 @@ class _IndexOfHidden(_Index):
         self: Any, hidden_states: Tensor, turns: tuple[Tensor, Tensor], _: object, position_ids: Tensor,
         past_key_values: Any = None,
     ) -> Choice:  # fmt: skip
+        if (all_ := everything(hidden_states, self.index_topk)) is not None:
+            return all_
         q = self.wq_b(self.q_input_norm(hidden_states)).unflatten(-1, (self.n_heads, self.head_dim))
         q = self.softmax_scaling(q, position_ids, head_dim_first=False)
         return self.ring_choice(q, hidden_states, turns if self.use_rope else None, past_key_values)

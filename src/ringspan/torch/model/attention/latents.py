@@ -16,7 +16,7 @@ from ringspan.core.step_config import StepConfig
 from ringspan.torch.attention.cached import Turn, current_turn
 from ringspan.torch.layers.modules import Mixin, mix_in
 from ringspan.torch.model.attention.choice import expansion, is_matrix
-from ringspan.torch.model.attention.indexed import choosing_modules
+from ringspan.torch.model.attention.indexed import ChoosingAttention, choosing_modules
 from ringspan.torch.runtime.mesh import tensor_axis
 
 _FOR_LONG_HEADS: Final = ("auto", "eager")
@@ -70,4 +70,12 @@ def absorbs(module: object, turn: Turn) -> bool:
 
 def expansion_of(module: nn.Module, query: Tensor, latents: Tensor) -> Tensor | None:
     """Return the matrix (H, n + v, R) that expands latents; None for a module that has expanded them itself."""
-    return expansion(module, query, latents) if isinstance(module, LatentAttention) else None
+    hands_latents = isinstance(module, LatentAttention | ChoosingAttention)
+    return expansion(module, query, latents) if hands_latents else None
+
+
+def parts_to_send(module: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what travels of a module whose queries attend to all that they see: of latents, these and the rest."""
+    if not hasattr(module, "expand_kv"):
+        return key, value
+    return key[..., : module.kv_lora_rank], key[..., module.kv_lora_rank :]

@@ -28,7 +28,15 @@ from ringspan.torch.attention.index.windows import (
 )
 from ringspan.torch.attention.part import accumulation_dtype
 from ringspan.torch.layers.modules import Mixin
-from ringspan.torch.model.attention.choice import Asked, AskedOfCache, Choice, group_now, rotation_of, rows_now
+from ringspan.torch.model.attention.choice import (
+    Asked,
+    AskedOfCache,
+    Choice,
+    everything,
+    group_now,
+    rotation_of,
+    rows_now,
+)
 
 
 class BlockIndex(Mixin):
@@ -36,6 +44,8 @@ class BlockIndex(Mixin):
 
     @torch.no_grad()
     def forward(self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *_: object) -> Choice:
+        if (all_ := everything(hidden_states, self.topk_blocks * self.block_size)) is not None:
+            return all_
         q = self.q_norm(self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim)))
         k = self.k_norm(self.k_proj(hidden_states)[:, :, None])
         turns = (x[..., : self.head_dim] for x in position_embeddings)
@@ -57,6 +67,9 @@ class PooledIndex(Mixin):
     def forward(
         self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], _: object, cache: Any
     ) -> Choice:
+        # The tail, of a token less than a pool, is attended to as well.
+        if (all_ := everything(hidden_states, (self.block_topk + 1) * self.compress_ratio - 1)) is not None:
+            return all_
         size, turn = self.index_head_dim, rotation_of(self)
         heads = self.index_qk_proj(hidden_states).unflatten(-1, (-1, size))
         cos, sin = position_embeddings
@@ -81,6 +94,9 @@ class GatedPools(Mixin):
     def forward(
         self: Any, hidden_states: Tensor, q_resid: Tensor, *, past_key_values: Any = None, **_: object
     ) -> Choice:
+        tail = self.index_kpool - 1 if self.index_kpool_always_select_tail else 0
+        if (all_ := everything(hidden_states, self.index_topk + tail)) is not None:
+            return all_
         q = self.wq_b(q_resid).unflatten(-1, (-1, self.head_dim))
         weights = self.weights_proj(hidden_states.to(self.weights_proj.weight.dtype)).float() * self.n_heads**-0.5
         gate = linear(hidden_states, self.index_kpool_compress_gate)
