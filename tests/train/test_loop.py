@@ -112,7 +112,7 @@ def as_toml(values: dict, prefix: str = "") -> str:
             "heads over 2, in folds",
             {
                 "mesh": {"tp": 2},
-                "memory": {"feedforward_chunk_tokens": 7, "folds": 3},
+                "memory": {"feedforward_chunk_tokens": 7, "folds": 2},
                 "optimizer": {"accumulation_steps": 2, "batch_size": 2},
             },
         ),

@@ -140,7 +140,7 @@ def loaded(mesh: DeviceMesh, folder: Path, bits: str) -> float:
 
 @pytest.mark.parametrize(("bits", "ranks"), [("nf4, scales packed", 2), ("int8", 1)])
 def test_loading_peaks_below_13_tenths_of_the_packed_bytes(pool, tmp_path, bits, ranks):
-    sizes = {"num_hidden_layers": 16, "hidden_size": 256, "intermediate_size": 512}
+    sizes = {"num_hidden_layers": 16, "hidden_size": 128, "intermediate_size": 256}
     build("llama", **sizes).to(torch.bfloat16).save_pretrained(tmp_path)
     assert max(pool.run(loaded, ranks, tmp_path, bits)) < 1.3
 

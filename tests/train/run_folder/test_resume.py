@@ -22,6 +22,7 @@ STEPS = 5
 def config(folder: Path, name: str, **changes) -> TrainConfig:
     small = {
         "steps": STEPS,
+        "optimizer": {"batch_size": 2} | changes.pop("optimizer", {}),
         "evaluation": {"every_steps": 2, "num_sequences": 2},
         "checkpoints": {"every_steps": 2, "keep": 9},
     }
@@ -127,16 +128,12 @@ def test_bfloat16_parameters_train_with_a_float32_norm(pool, text, changes):
         assert norm == pytest.approx(expected, rel=1e-4)
 
 
-def test_a_run_in_bfloat16_resumes_bit_for_bit(pool, text, uninterrupted):
+def test_a_run_in_bfloat16_learns_alike(pool, text, uninterrupted):
     pool.run(train_and_see, 4, half(text, "half"))
     for (step, what), value in curve(uninterrupted).items():
         if what == "loss":
             assert curve(text / "half")[step, what] == pytest.approx(value, rel=0.03)
     assert curve(text / "half")[STEPS, "loss"] < 0.9 * curve(text / "half")[1, "loss"]
-    pool.run(train_and_see, 4, half(text, "half stopped"), 2)
-    pool.run(train_and_see, 4, half(text, "half stopped"))
-    assert curve(text / "half stopped") == curve(text / "half")
-    assert equal(weights(text / "half stopped"), weights(text / "half"))
     assert {weight.dtype for weight in weights(text / "half").values()} == {torch.bfloat16}
 
 
@@ -156,20 +153,17 @@ def test_a_run_without_its_newest_checkpoint_uses_the_previous(pool, text, unint
 
 
 @pytest.mark.parametrize(
-    ("name", "folds", "changes"),
+    ("name", "changes"),
     [
-        ("2 x 2", 2, {"mesh": {"replicate": 2}, "memory": {"folds": 3}, "optimizer": {"batch_size": 1}}),
-        *long(("heads over 2", 1, {"mesh": {"tp": 2}, "optimizer": {"batch_size": 2}})),
-        *long(("striped", 2, {"attention": {"layout": "striped"}, "optimizer": {"batch_size": 2}})),
+        ("2 x 2", {"mesh": {"replicate": 2}, "memory": {"folds": 3}, "optimizer": {"batch_size": 1}}),
+        *long(("heads over 2", {"mesh": {"tp": 2}}), ("striped", {"attention": {"layout": "striped"}})),
     ],
 )
-def test_another_mesh_or_layout_goes_on_with_the_same_tokens(pool, text, name, folds, changes):
-    two = {"optimizer": {"batch_size": 2}, "memory": {"folds": folds}}
-    pool.run(train_and_see, 4, config(text, f"whole {name}", **two))
-    pool.run(train_and_see, 4, config(text, f"moved {name}", **two), 2)
+def test_another_mesh_or_layout_goes_on_with_the_same_tokens(pool, text, uninterrupted, name, changes):
+    pool.run(train_and_see, 4, config(text, f"moved {name}"), 2)
     (_, _, lines), *_ = pool.run(train_and_see, 4, config(text, f"moved {name}", **changes))
     assert any("resuming after step 3" in line for line in lines)
-    expected, found = curve(text / f"whole {name}"), curve(text / f"moved {name}")
+    expected, found = curve(uninterrupted), curve(text / f"moved {name}")
     assert found.keys() == expected.keys()
     for (step, what), value in found.items():
         # bit-equal before, within rounding after; other tokens would differ in the second digit
