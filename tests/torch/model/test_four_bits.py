@@ -3,6 +3,7 @@
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import bitsandbytes as bnb
 import pytest
@@ -19,6 +20,7 @@ from ringspan.checkpoints.checkpoint import Checkpoints
 from ringspan.checkpoints.state import random_state, restore, run_state
 from ringspan.core.errors import CheckpointError, UnsupportedError
 from ringspan.measure.trace.tracker import MemoryTracker
+from ringspan.torch.layers.blockwise import feedforward
 from ringspan.torch.layers.decoder import layers_of
 from ringspan.torch.layers.modules import local_part
 from ringspan.torch.memory.adamw import own_state
@@ -130,9 +132,10 @@ class Living(MemoryTracker):
 
 def loaded(mesh: DeviceMesh, folder: Path, bits: str) -> float:
     """The peak of loading over the bytes that this rank keeps."""
-    with Living() as tracker:
+    with Living() as tracker, mock.patch.object(feedforward, "mixes_tokens", wraps=feedforward.mixes_tokens) as tried:
         config = BitsAndBytesConfig(**BITS[bits])
         model = rs.from_pretrained(folder, mesh, dtype=torch.bfloat16, quantization_config=config)
+    assert tried.call_count == 3  # the first layer's attention, feed-forward and norm
     kept = sum(local_part(p).nbytes for p in model.parameters())
     assert tracker.moments[-1].total_bytes >= kept
     return tracker.peak.total_bytes / kept

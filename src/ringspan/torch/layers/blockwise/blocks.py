@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.messages.numbers import check_whole
@@ -85,10 +86,15 @@ def run_in_blocks(
 
 
 def kind_of(module: nn.Module) -> object:
-    """Return a key equal for modules with the same code, shapes, dropout and hooks."""
+    """Return a key equal for modules with the same code, shapes, dropout and hooks.
+
+    Each parametrized module has a class of its own, for example each layer of packed weights.
+    """
     shapes = tuple((name, tuple(p.shape)) for name, p in module.named_parameters())
     rates = tuple(dropout.p for dropout in module.modules() if isinstance(dropout, nn.Dropout))
-    code = tuple((type(part), id(vars(part).get("forward")), hooks_of(part)) for part in module.modules())
+    code = tuple(
+        (type_before_parametrizations(part), id(vars(part).get("forward")), hooks_of(part)) for part in module.modules()
+    )
     return code, shapes, rates
 
 
