@@ -13,6 +13,7 @@ from ringspan.core.arguments import SPLIT_FROM_TOKENS
 from tests.cases import long
 from tests.every_model.tiny import MULTIMODAL, tiny_model, tiny_tokens
 from tests.torch.float64 import in_float64_of
+from tests.torch.generate import models
 from tests.torch.generate.test_generate import WAYS, fresh_cache, greedy, plain, results
 from tests.torch.generate.test_states import made
 
@@ -26,21 +27,38 @@ def read(model: Any) -> Any:
     return SimpleNamespace(sequences=ids, logits=[model(ids, **fresh_cache(model)).logits])
 
 
+def unlike(model: Any) -> Any:
+    """Rows of less than a pool, of a pool, of a chunk that begins with padding alone, and of no padding."""
+    return plain(model, **padded((3, 4, 36, 71)), num_beams=2)
+
+
+def padded(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
+    ids, starts = models.prompt(max(lengths), len(lengths)), max(lengths) - torch.tensor(lengths)
+    mask = (torch.arange(ids.shape[1]) >= starts[:, None]).long()
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
 def cropped(model: Any) -> Any:
-    """Tokens that are taken back, more of them than a pool has, and others in their place."""
+    """Tokens that are taken back, more of them than a pool has, and then one new one, two, and many."""
     kept = fresh_cache(model) or {"past_key_values": DynamicCache(config=model.config)}
     kept["past_key_values"].activate_past_recording()
-    model(tiny_tokens(45), use_cache=True, **kept)
+    given, logits = padded((45, 7)), []
+    mask = given["attention_mask"]
+    model(**given, position_ids=mask.cumsum(-1) - mask, use_cache=True, **kept)
     kept["past_key_values"].crop(-6)
-    others = tiny_tokens(71)
-    return SimpleNamespace(sequences=others, logits=[model(others, use_cache=True, **kept).logits])
+    mask = mask[:, :-6]
+    for count in (1, 2, 37):
+        mask = torch.cat((mask, mask.new_ones(2, count)), 1)
+        given = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1)[:, -count:]}
+        logits.append(model(models.prompt(count, 2), **given, use_cache=True, **kept).logits[:, -1])
+    return SimpleNamespace(sequences=mask, logits=logits)
 
 
 # A few tokens, more than an index chooses, rows with padding on their left, and tokens that are taken back.
 OF_AN_INDEX: tuple[Any, ...] = read, greedy(1), greedy(13), greedy(71), WAYS["left padding"], WAYS["prompt lookup"]
-# Less than a pool and just one, a second turn, and rows that change places; states neither skip padding nor go back.
+# Less than a pool and just one, a second turn, and rows that change places. States neither skip padding nor go back.
 OF_STATES: tuple[Any, ...] = read, greedy(3), greedy(4), WAYS["two turns"], WAYS["beams"]
-OF_POOLS = *OF_STATES, WAYS["returned beams"], WAYS["a short second turn"], cropped
+OF_POOLS: tuple[Any, ...] = unlike, WAYS["a short second turn"], cropped
 WITHOUT_STATES = " without states"
 
 
@@ -95,6 +113,18 @@ def choosing_on_ring(mesh: DeviceMesh, kind: str) -> list[tuple[torch.Tensor, to
     model: Any = rs.parallelize(choosing(kind), mesh)
     type(model).ring_prefill_tokens = -(-SPLIT_FROM_TOKENS // mesh.size())
     return [results(way, model) for way in ways_of(kind)]
+
+
+def padded_behind(mesh: DeviceMesh) -> None:
+    ids = models.prompt(5)
+    rs.parallelize(choosing(f"qwen4_exp_text{WITHOUT_STATES}"), mesh).generate(
+        ids, attention_mask=1 - torch.eye(5)[3:4]
+    )
+
+
+def test_pools_with_padding_after_tokens_are_refused(pool):
+    for outcome in pool.outcomes(padded_behind, 2):
+        assert "padding behind tokens" in str(outcome) and "pad on the left" in str(outcome)
 
 
 @pytest.mark.parametrize(
