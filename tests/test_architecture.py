@@ -185,26 +185,6 @@ def test_the_checker_reports_a_cycle_and_an_unknown_folder(tmp_path: Path):
     assert cycle.startswith("cycle: ") and "train/data" in cycle and "train/config" in cycle
 
 
-def test_the_checker_accepts_what_the_design_allows(tmp_path: Path):
-    root = write_tree(
-        tmp_path,
-        {
-            "__init__.py": "from .core import mask\ndef f():\n    from .torch import ring\n",
-            "__main__.py": "from ringspan.cli.main import main\n",
-            "core/tile.py": (
-                "import typing\nimport numpy as np\nfrom . import mask\nfrom ringspan.core.layout import Layout\n"
-                "if typing.TYPE_CHECKING:\n    import torch\n    from ..torch import ring\n"
-            ),
-            "torch/kernels/cpu.py": "import torch\nfrom ...core import tile\nfrom .. import exchange\n",
-            "gpu/attention.py": "import triton\nfrom ..core import tile\n",
-            "jax/ring.py": "import jax\nfrom ..core import tile\nfrom ..gpu import attention\n",
-            "train/loop.py": "from ..torch import ring\nfrom ..plan import cost\n",
-            "cli/main.py": "from .. import __version__\nfrom ..train import loop\nfrom ..core import mask\n",
-        },
-    )
-    assert violations(root) == []
-
-
 MAY_REPLACE = {
     "measure/trace/torch_seams.py": "a dry run has no devices",
     "torch/runtime/foreign_mesh.py": "torch counts groups that only some ranks make, and takes the count back nowhere",
@@ -283,18 +263,6 @@ def test_modules_are_looked_up_only_where_explained():
     files = {path.relative_to(SOURCE / PACKAGE).as_posix(): path for path in SOURCE.rglob("*.py")}
     found = {name for name, path in files.items() if takes_modules(path.read_text(encoding="utf-8"))}
     assert found == set(TAKES_MODULES)
-
-
-@pytest.mark.parametrize(
-    ("source", "expected"),
-    [
-        ("import sys\nsys.modules['a'].x = 1\n", True),
-        ("import sys\nspace = vars(sys.modules.get('a'))\n", True),
-        ("import sys\n'a' in sys.modules\n", False),
-    ],
-)
-def test_a_module_that_is_taken_is_found(source: str, expected: bool):
-    assert takes_modules(source) is expected
 
 
 LOADED = """

@@ -1,6 +1,5 @@
 """A loop of accelerate's on a ring: losses, norms, schedules and weights of one process, checkpoints on any mesh."""
 
-from functools import partial
 from typing import Any
 
 import pytest
@@ -44,9 +43,7 @@ def one_process(replicas: int) -> tuple[list[float], list[float], dict[str, Tens
     return losses, norms, dict(model.named_parameters())
 
 
-def loop(
-    mesh: Any, sizes: dict[str, int], save: str | None = None, resume: str | None = None, *, is_split: bool = False
-) -> Any:
+def loop(mesh: Any, sizes: dict[str, int], save: str | None = None, resume: str | None = None) -> Any:
     config = RingConfig(**sizes)
     accelerator = ring_accelerator(config, gradient_accumulation_steps=2, cpu=True)
     model: Any = build("llama")
@@ -58,7 +55,7 @@ def loop(
     losses, norms = [], []
     for number, batch in enumerate(loader, start=1):
         with accelerator.accumulate(model):
-            loss = model(**rs.shard_batch(batch, accelerator.ring_mesh) if is_split else batch).loss
+            loss = model(**batch).loss
             accelerator.backward(loss)
             losses.append(float(loss.detach()))
             if accelerator.sync_gradients:
@@ -86,14 +83,6 @@ def test_a_loop_equals_one_process(world, sizes):
         assert gathered == list(range(replicas)) and kind.endswith("LlamaForCausalLM")
     for name, weight in weights.items():
         assert relative(found[0][2][name], weight.detach()) < 1e-5, name
-
-
-@pytest.mark.long
-def test_a_loop_that_splits_its_batches_equals_one_process(world):
-    losses, norms, _ = one_process(2)
-    for found_losses, found_norms, *_ in world(4).run(partial(loop, is_split=True), 4, {"ring": 2, "replicate": 2}):
-        assert found_losses == pytest.approx(losses, rel=1e-5)
-        assert found_norms == pytest.approx(norms, rel=1e-5)
 
 
 def prepared_by_accelerate(mesh: Any) -> tuple[float, float]:

@@ -38,18 +38,12 @@ MEASURED = [
     ),
     *long(("llama-tied", {"length": 1500, "ring": 2, "checkpoint": "none", "compute_dtype": "bfloat16", "batch": 2})),
     *long(
-        ("llama", {"length": 1400, "ring": 1, "checkpoint": "attention", "compute_dtype": "float32"}),
         (
             "qwen3",
             {"length": 1300, "ring": 1, "checkpoint": "full"}
             | {"compute_dtype": "bfloat16", "parameter_dtype": "bfloat16"},
         ),
-        ("llama", {"length": 2500, "ring": 2, "checkpoint": "attention", "compute_dtype": "float32"}),
         ("llama", {"length": 4004, "ring": 4, "checkpoint": "attention", "compute_dtype": "float32"}),
-        (
-            "qwen2",
-            {"length": 2404, "ring": 4, "checkpoint": "none", "compute_dtype": "float32", "layout": "contiguous"},
-        ),
     ),
 ]
 

@@ -149,29 +149,30 @@ def test_autocast_leaves_the_sums_of_the_kernels_alone(scores):
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
 
-OTHER = {
-    "mask": {"mask": "full"},
-    "layout": {"layout": rs.balanced(rs.documents([17, 7]), length=24, ranks=3)},
-    "route": {"route": "all-gather"},
-    "comm_dtype": {"comm_dtype": "int8"},
-    "scores": {"softcap": 3.0},
-    "sinks": {"sinks": torch.zeros(4)},
-    "queries": {},
-    "dtype": {},
-}
+# What is named; what the tensors and the options of one rank are otherwise.
+OTHER = [
+    *(("mask", {}, {"mask": other}) for other in ("full", "window:5", "documents:10,14")),
+    ("layout", {}, {"layout": rs.balanced(rs.documents([17, 7]), length=24, ranks=3)}),
+    ("route", {}, {"route": "all-gather"}),
+    ("comm_dtype", {}, {"comm_dtype": "int8"}),
+    ("scores", {}, {"softcap": 3.0}),
+    ("sinks", {}, {"sinks": torch.zeros(4)}),
+    *(("queries", other, {}) for other in ({"length": 12}, {"batch": 1}, {"heads": 2}, {"size": 8})),
+    ("keys", {"groups": 4}, {}),
+    ("dtype", {"dtype": torch.bfloat16}, {}),
+]
 
 
-def unequal(mesh, what):
+def unequal(mesh, what, of_tensors, of_options):
     is_odd = mesh["ring"].get_local_rank() == 1
-    dtype = torch.bfloat16 if what == "dtype" and is_odd else torch.float32
-    q, k, v, _ = tensors(12 if what == "queries" and is_odd else 8, dtype=dtype)
+    q, k, v, _ = tensors(**{"length": 8} | (of_tensors if is_odd else {}))
     options = {"layout": rs.balanced(rs.documents([7, 17]), length=24, ranks=3)} if what == "layout" else {}
-    rs.ring_attention(q, k, v, group=mesh["ring"], **options | {"route": "ring"} | (OTHER[what] if is_odd else {}))
+    rs.ring_attention(q, k, v, group=mesh["ring"], **options | {"route": "ring"} | (of_options if is_odd else {}))
 
 
-@pytest.mark.parametrize("what", OTHER)
-def test_unequal_arguments_raise_on_every_rank_first(pool, what):
-    for outcome in pool.outcomes(unequal, 3, what):
+@pytest.mark.parametrize(("what", "of_tensors", "of_options"), OTHER)
+def test_unequal_arguments_raise_on_every_rank_first(pool, what, of_tensors, of_options):
+    for outcome in pool.outcomes(unequal, 3, what, of_tensors, of_options):
         assert isinstance(outcome, rs.PeerMismatch)
         assert what in str(outcome) and "rank 1" in str(outcome)
     # nothing is left in the air: the same ranks go on working
