@@ -1,5 +1,6 @@
 """The main job in miniature: train a Llama over a ring, verify it against one process, measure memory."""
 
+import json
 import os
 import sysconfig
 import time
@@ -24,7 +25,7 @@ from ringspan.torch.model.view import view_of
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.runtime.launch import launch, local_device
 from ringspan.torch.runtime.mesh import init_mesh
-from ringspan.train.config.load import parse_config
+from ringspan.train.config.load import load_config
 from ringspan.train.config.tables import TrainConfig
 
 Say = Callable[[str], None]
@@ -54,39 +55,18 @@ def python_text() -> list[str]:
 
 
 def training_config(options: DemoOptions) -> TrainConfig:
-    """Configure a new Llama of about 5M parameters, its tokenizer trained on the spot."""
-    return parse_config(
-        {
-            "run": options.run,
-            "steps": options.steps,
-            "model": {
-                "init": "scratch",
-                "tokenizer": "train",
-                "dtype": "bfloat16" if torch.cuda.is_available() else "float32",
-                "config": {
-                    "model_type": "llama",
-                    "vocab_size": 2048,
-                    "hidden_size": 320,
-                    "intermediate_size": 880,
-                    "num_hidden_layers": 4,
-                    "num_attention_heads": 5,
-                    "num_key_value_heads": 1,
-                    "max_position_embeddings": options.length,
-                    "tie_word_embeddings": True,
-                    "initializer_range": 0.06,  # 1 / sqrt(hidden size): a small model must learn in a few steps
-                },
-            },
-            "data": {
-                "paths": python_text(),
-                "extensions": [".py", ".rst", ".txt"],
-                "sequence_length_tokens": options.length,
-                "eval_fraction": 0.02,
-            },
-            "attention": {"layout": options.layout},
-            "optimizer": {"learning_rate": 4e-3, "warmup_steps": min(4, options.steps)},
-            "evaluation": {"num_sequences": 2},
-        }
-    )
+    settings = {
+        "run": options.run,
+        "steps": options.steps,
+        "model.dtype": "bfloat16" if torch.cuda.is_available() else "float32",
+        "model.config.max_position_embeddings": options.length,
+        "data.paths": python_text(),
+        "data.sequence_length_tokens": options.length,
+        "attention.layout": options.layout,
+        "optimizer.warmup_steps": min(4, options.steps),
+    }
+    overrides = [f"{key}={json.dumps(value)}" for key, value in settings.items()]
+    return load_config(Path(__file__).with_name("demo.toml"), overrides)
 
 
 def prove(folder: str, options: DemoOptions, say: Say = lambda line: None) -> dict[str, Any]:
