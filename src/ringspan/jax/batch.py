@@ -67,8 +67,16 @@ def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, layout: LayoutName = "z
         raise UnsupportedError(f"shard_batch does not know {', '.join(unknown)}; it takes {', '.join(_KEYS)}")
     if "input_ids" not in batch:
         raise UnsupportedError("shard_batch needs input_ids")
+    bounds = np.iinfo(np.int32)
     for name, value in batch.items():
-        _check_integers(name, _array(name, value))
+        try:
+            numbers = np.asarray(value)
+        except ValueError:
+            raise UnsupportedError(f"{name} has sequences of different lengths; pad them to one length") from None
+        if not np.issubdtype(numbers.dtype, np.integer):
+            raise UnsupportedError(f"{name} must be integers, got {numbers.dtype}")
+        if numbers.size and not bounds.min <= numbers.min() <= numbers.max() <= bounds.max:
+            raise UnsupportedError(f"{name} must fit int32, got numbers from {numbers.min()} to {numbers.max()}")
     tokens = np.asarray(batch["input_ids"])
     if tokens.ndim != 2 or tokens.shape[1] < 1:
         raise UnsupportedError(f"input_ids must be (batch, tokens), got shape {tokens.shape}")
@@ -99,18 +107,3 @@ def shard_batch(batch: Mapping[str, Any], mesh: Mesh, *, layout: LayoutName = "z
     }
     sharding = NamedSharding(mesh, P(BATCH_AXES, "sp"))
     return {name: jax.device_put(np.asarray(x, np.int32), sharding) for name, x in arrays.items()}
-
-
-def _array(name: str, value: object) -> np.ndarray:
-    try:
-        return np.asarray(value)
-    except ValueError:
-        raise UnsupportedError(f"{name} has sequences of different lengths; pad them to one length") from None
-
-
-def _check_integers(name: str, values: np.ndarray) -> None:
-    if not np.issubdtype(values.dtype, np.integer):
-        raise UnsupportedError(f"{name} must be integers, got {values.dtype}")
-    bounds = np.iinfo(np.int32)
-    if values.size and not bounds.min <= values.min() <= values.max() <= bounds.max:
-        raise UnsupportedError(f"{name} must fit int32, got numbers from {values.min()} to {values.max()}")

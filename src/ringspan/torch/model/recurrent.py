@@ -18,30 +18,22 @@ from ringspan.torch.attention.traced import Segments
 from ringspan.torch.layers.decoder import STATEFUL_LAYERS
 from ringspan.torch.layers.modules import Mixin, forward_of, local_part, mix_in
 from ringspan.torch.layers.view import ModelView
+from ringspan.torch.recurrence import rules
 from ringspan.torch.recurrence.current import SequencePass, begin_calls, current_pass
 from ringspan.torch.recurrence.plan import Starts
 from ringspan.torch.recurrence.recurrence import convolution, recurrence, resumed
-from ringspan.torch.recurrence.rules import (
-    DeltaRule,
-    Function,
-    Lightning,
-    Rule,
-    SelectiveScan,
-    StateSpaceDual,
-    lightning_attention,
-)
 
 _SELECTIVE: Final = "mamba_selective_scan"
-_RULES: Final[dict[str, Rule]] = {
-    "torch_chunk_gated_delta_rule": DeltaRule(),
-    "chunk_kimi_delta_attention": DeltaRule(),
-    "mamba2_chunk_scan": StateSpaceDual(),
-    _SELECTIVE: SelectiveScan(),
+_RULES: Final[dict[str, rules.Rule]] = {
+    "torch_chunk_gated_delta_rule": rules.DeltaRule(),
+    "chunk_kimi_delta_attention": rules.DeltaRule(),
+    "mamba2_chunk_scan": rules.StateSpaceDual(),
+    _SELECTIVE: rules.SelectiveScan(),
 }
 _CONVOLUTION: Final = "causal_conv1d_fn"
 # Whole layers in one kernel, which has no states to give or take: None sends the layer to the functions above.
 _FUSED: Final = ("mamba2_split_conv1d_scan_combined", "mamba_inner_fn")
-_LIGHTNING: Final = Lightning()
+_LIGHTNING: Final = rules.Lightning()
 _PACKED: Final = ("cu_seqlens", "seq_idx")
 
 
@@ -111,7 +103,7 @@ def _code_of(module: nn.Module) -> FunctionType:
 
 def functions_of(module: nn.Module) -> tuple[str, ...]:
     """Return the functions that mix tokens in a module's forward; ours if they are inlined."""
-    return (lightning_attention.__name__,) if _is_lightning(module) else _hooks_of(module)
+    return (rules.lightning_attention.__name__,) if _is_lightning(module) else _hooks_of(module)
 
 
 def _hooks_of(module: nn.Module) -> tuple[str, ...]:
@@ -152,14 +144,14 @@ def _fused(*_: object) -> None:
     return None
 
 
-def _convolved(plain: Function, arguments: dict[str, Any], _: dict[str, Any], sequences: SequencePass) -> Tensor:
+def _convolved(plain: rules.Function, arguments: dict[str, Any], _: dict[str, Any], sequences: SequencePass) -> Tensor:
     x, weight, bias = (arguments.pop(name, None) for name in ("hidden_states", "weight", "bias"))
     weight, bias = local_part(weight), None if bias is None else local_part(bias)
     return convolution(plain, x, weight, bias, sequences, **arguments)
 
 
 def _scanned(
-    name: str, plain: Function, arguments: dict[str, Any], further: dict[str, Any], sequences: SequencePass
+    name: str, plain: rules.Function, arguments: dict[str, Any], further: dict[str, Any], sequences: SequencePass
 ) -> object:
     rule = _RULES[name]
     arguments |= {name: x for name, x in further.items() if name in rule.dims and x is not None}
@@ -169,7 +161,7 @@ def _scanned(
     if any(isinstance(value, Tensor) or value for value in asked.values()):
         raise UnsupportedError(f"{name} is asked for states outside of generation; leave use_cache and caches out")
     out = recurrence(rule, plain, arguments, sequences)
-    return (out, None) if isinstance(rule, DeltaRule) else out
+    return (out, None) if isinstance(rule, rules.DeltaRule) else out
 
 
 class _RingLightning(Mixin):
@@ -185,7 +177,7 @@ class _RingLightning(Mixin):
         q, k, v = made.split(size, -1)
         arguments = {"query": q, "key": k, "value": v, "slopes": self.slope_rate.flatten()}
         options = {"block_tokens": self.block_size}
-        out = recurrence(_LIGHTNING, lightning_attention, arguments | options, sequences)
+        out = recurrence(_LIGHTNING, rules.lightning_attention, arguments | options, sequences)
         out = self.norm(out.transpose(1, 2).reshape(batch, tokens, heads * size))
         return self.out_proj(self.output_gate(hidden_states).sigmoid() * out), None
 

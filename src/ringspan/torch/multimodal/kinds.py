@@ -12,15 +12,7 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 from ringspan.torch.data.media import Media
 from ringspan.torch.layers.decoder import inner_of
 from ringspan.torch.layers.view import ModelView, RingModel
-from ringspan.torch.multimodal.cuts import (
-    Cut,
-    FramesOfGrid,
-    FramesOfVideos,
-    ImagesOfExamples,
-    ImagesOfTiles,
-    PartsOfSound,
-    WindowsOfSound,
-)
+from ringspan.torch.multimodal import cuts
 
 
 def llama4_images(model: Any, pixel_values: Tensor, **_: object) -> BaseModelOutputWithPooling:
@@ -48,7 +40,7 @@ def qwen2_audio_sound(
 
 class Modality(NamedTuple):
     name: str  # name in errors; ``get_NAME_features`` is the tower
-    cut: Cut
+    cut: cuts.Cut
 
     @property
     def token_field(self) -> str:
@@ -71,14 +63,14 @@ class Kind(NamedTuple):
         return named | {*self.others} | ({self.blocks} if self.blocks else set())
 
 
-_IMAGES: Final = Modality("image", Cut(("pixel_values",)))
-_SIZED: Final = Modality("image", Cut(("pixel_values", "image_sizes")))
-_OF_EXAMPLES: Final = Modality("image", ImagesOfExamples(("pixel_values", "pixel_attention_mask")))
-_SOUND: Final = Modality("audio", WindowsOfSound(("input_features",)))
+_IMAGES: Final = Modality("image", cuts.Cut(("pixel_values",)))
+_SIZED: Final = Modality("image", cuts.Cut(("pixel_values", "image_sizes")))
+_OF_EXAMPLES: Final = Modality("image", cuts.ImagesOfExamples(("pixel_values", "pixel_attention_mask")))
+_SOUND: Final = Modality("audio", cuts.WindowsOfSound(("input_features",)))
 _QWEN: Final = Kind(
     (
-        Modality("image", FramesOfGrid(("pixel_values", "image_grid_thw"))),
-        Modality("video", FramesOfGrid(("pixel_values_videos", "video_grid_thw"))),
+        Modality("image", cuts.FramesOfGrid(("pixel_values", "image_grid_thw"))),
+        Modality("video", cuts.FramesOfGrid(("pixel_values_videos", "video_grid_thw"))),
     ),
     has_grid_positions=True,
     others=("mm_token_type_ids", "second_per_grid_ts"),
@@ -87,7 +79,7 @@ _NEWER_QWEN: Final = _QWEN._replace(others=("mm_token_type_ids",))
 
 # By model type; each is held to one process by tests/torch/multimodal.
 KINDS: Final[Mapping[str, Kind]] = {
-    "audioflamingo3": Kind((Modality("audio", PartsOfSound(("input_features", "input_features_mask"))),)),
+    "audioflamingo3": Kind((Modality("audio", cuts.PartsOfSound(("input_features", "input_features_mask"))),)),
     "gemma3": Kind((_IMAGES,), blocks="token_type_ids"),
     "idefics3": Kind((_OF_EXAMPLES,)),
     "internvl": Kind((_IMAGES,)),
@@ -95,15 +87,16 @@ KINDS: Final[Mapping[str, Kind]] = {
     "llava": Kind((_SIZED,)),
     "llava_onevision": Kind(
         (
-            Modality("image", ImagesOfTiles(("pixel_values", "image_sizes", "batch_num_images"))),
-            Modality("video", FramesOfVideos(("pixel_values_videos",))),
+            Modality("image", cuts.ImagesOfTiles(("pixel_values", "image_sizes", "batch_num_images"))),
+            Modality("video", cuts.FramesOfVideos(("pixel_values_videos",))),
         )
     ),
-    "mistral3": Kind((Modality("image", Cut(_SIZED.cut.names, needs_all=True)),)),
+    "mistral3": Kind((Modality("image", cuts.Cut(_SIZED.cut.names, needs_all=True)),)),
     "paligemma": Kind((_IMAGES,), blocks="token_type_ids", block_type=0, is_prefix=True),
     "qwen2_5_vl": _QWEN,
     "qwen2_audio": Kind(
-        (Modality("audio", PartsOfSound(("input_features", "feature_attention_mask"))),), features=qwen2_audio_sound
+        (Modality("audio", cuts.PartsOfSound(("input_features", "feature_attention_mask"))),),
+        features=qwen2_audio_sound,
     ),
     "qwen2_vl": _QWEN,
     "qwen3_5": _NEWER_QWEN,

@@ -10,21 +10,7 @@ import torch.distributed as dist
 
 from ringspan.core.geometry.layout import CustomLayout, Layout
 from ringspan.core.geometry.tree import Tree
-from ringspan.core.recurrence.spans import (
-    Links,
-    Loan,
-    Rounds,
-    branch_loans,
-    branch_rounds,
-    branches_of,
-    halo_loans,
-    links_of,
-    passes,
-    pieces_of,
-    places_of,
-    reach_back,
-    scan_rounds,
-)
+from ringspan.core.recurrence import spans
 
 Starts = tuple[int, ...] | Tree
 """First tokens of a sequence's documents, or its tree."""
@@ -42,24 +28,24 @@ class LocalPiece:
 class Plan:
     def __init__(self, layout: Layout, starts: tuple[tuple[int, ...], ...]) -> None:
         self.layout, self.starts = layout, starts
-        self.places = places_of(layout)
-        self._loans: dict[int, tuple[Loan, ...]] = {}
+        self.places = spans.places_of(layout)
+        self._loans: dict[int, tuple[spans.Loan, ...]] = {}
 
     @cached_property
-    def links(self) -> Links:
-        return links_of(self.places, self.starts)
+    def links(self) -> spans.Links:
+        return spans.links_of(self.places, self.starts)
 
     @cached_property
-    def rounds(self) -> Rounds:
-        return scan_rounds(self.links)
+    def rounds(self) -> spans.Rounds:
+        return spans.scan_rounds(self.links)
 
     @cached_property
-    def reverse_rounds(self) -> Rounds:
-        return scan_rounds(self.links.reverse)
+    def reverse_rounds(self) -> spans.Rounds:
+        return spans.scan_rounds(self.links.reverse)
 
-    def loans(self, width: int) -> tuple[Loan, ...]:
+    def loans(self, width: int) -> tuple[spans.Loan, ...]:
         if width not in self._loans:
-            self._loans[width] = halo_loans(self.places, width, self.starts)
+            self._loans[width] = spans.halo_loans(self.places, width, self.starts)
         return self._loans[width]
 
     def mine(self, rank: int) -> tuple[int, ...]:
@@ -74,7 +60,7 @@ class Plan:
 
     def pieces(self, number: int, starts: tuple[int, ...]) -> Iterator[LocalPiece]:
         place = self.places[number]
-        for offset, count, begins in pieces_of(place, starts):
+        for offset, count, begins in spans.pieces_of(place, starts):
             first = place.offset + offset
             yield LocalPiece(first, first + count, number > 0 and not begins)
 
@@ -85,10 +71,10 @@ class Plan:
         return piece.start == place.offset and (before < self.places[0].start or not self.places[0].start)
 
     def passes(self, number: int, starts: tuple[int, ...]) -> bool:
-        return passes(self.places, number, starts)
+        return spans.passes(self.places, number, starts)
 
     def reach_back(self, number: int, width: int, starts: tuple[int, ...]) -> int:
-        return reach_back(self.places, number, width, starts)
+        return spans.reach_back(self.places, number, width, starts)
 
     def is_taken(self, number: int) -> bool:
         """Return whether the next span takes the state after this one."""
@@ -103,20 +89,20 @@ class TreePlan(Plan):
 
     def __init__(self, layout: Layout, tree: Tree) -> None:
         super().__init__(layout, ((),))
-        self.places, self._before = branches_of(layout, tree)
+        self.places, self._before = spans.branches_of(layout, tree)
         self._taken = frozenset(self._before)
 
     @cached_property
-    def rounds(self) -> Rounds:
-        return branch_rounds(self._before)
+    def rounds(self) -> spans.Rounds:
+        return spans.branch_rounds(self._before)
 
     @cached_property
-    def reverse_rounds(self) -> Rounds:
-        return branch_rounds(self._before, reverse=True)
+    def reverse_rounds(self) -> spans.Rounds:
+        return spans.branch_rounds(self._before, reverse=True)
 
-    def loans(self, width: int) -> tuple[Loan, ...]:
+    def loans(self, width: int) -> tuple[spans.Loan, ...]:
         if width not in self._loans:
-            self._loans[width] = tuple(branch_loans(self.places, self._before, width))
+            self._loans[width] = tuple(spans.branch_loans(self.places, self._before, width))
         return self._loans[width]
 
     def pieces(self, number: int, starts: tuple[int, ...]) -> Iterator[LocalPiece]:
