@@ -40,15 +40,6 @@ def __getattr__(name: str) -> object:
 
 
 __all__ = [
-    "RingConfig",
-    "RingDPOTrainer",
-    "RingGRPOTrainer",
-    "RingKTOTrainer",
-    "RingORPOTrainer",
-    "RingRLOOTrainer",
-    "RingRewardTrainer",
-    "RingSFTTrainer",
-    "RingTrainer",
-    "RingTrainerMixin",
-    "ring_accelerator",
-]
+    "RingConfig", "RingDPOTrainer", "RingGRPOTrainer", "RingKTOTrainer", "RingORPOTrainer", "RingRLOOTrainer",
+    "RingRewardTrainer", "RingSFTTrainer", "RingTrainer", "RingTrainerMixin", "ring_accelerator",
+]  # fmt: skip

@@ -11,13 +11,6 @@ from ringspan.jax.blockwise import blockwise_cross_entropy, blockwise_feedforwar
 from ringspan.jax.mesh import init_mesh, map_mesh
 
 __all__ = [
-    "blockwise_cross_entropy",
-    "blockwise_feedforward",
-    "init_mesh",
-    "map_mesh",
-    "ring_attention",
-    "shard",
-    "shard_batch",
-    "sharded_ring_attention",
-    "unshard",
-]
+    "blockwise_cross_entropy", "blockwise_feedforward", "init_mesh", "map_mesh", "ring_attention", "shard",
+    "shard_batch", "sharded_ring_attention", "unshard",
+]  # fmt: skip

@@ -24,13 +24,8 @@ from ringspan.core.recurrence.spans import Links, places_of, scan_rounds
 from ringspan.jax.kernels.xla import accumulation_dtype, varying_like
 
 __all__ = [
-    "causal_convolution",
-    "delta_rule",
-    "lightning_attention",
-    "scan_states",
-    "selective_scan",
-    "state_space_dual",
-]
+    "causal_convolution", "delta_rule", "lightning_attention", "scan_states", "selective_scan", "state_space_dual",
+]  # fmt: skip
 
 Step = Callable[[Array, Any], tuple[Array, Array]]
 """(state, one token's inputs) -> (state after it, output)."""

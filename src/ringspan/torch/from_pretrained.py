@@ -80,14 +80,9 @@ def from_pretrained(
         refuse_quantised(config)
         files = WeightFiles(folder, config, variant=variant, adapter=adapt is not None)
         model, extra = unread_model(
-            str(folder_or_id),
-            folder,
-            files,
-            config,
-            dtype,
-            trust_remote_code=trust_remote_code,
+            str(folder_or_id), folder, files, config, dtype, trust_remote_code=trust_remote_code,
             model_class=model_class,
-        )
+        )  # fmt: skip
         if extra and mesh.get_rank() == int(mesh.mesh.min()):
             _log.warning("%s: the model has no place for %s, left out", folder_or_id, first_of(extra))
         if quantization_config is not None:

@@ -143,25 +143,12 @@ def parallelize(
     is_dtype = isinstance(compute_dtype, torch.dtype)
     dtype = str(compute_dtype).removeprefix("torch.") if is_dtype else repr(compute_dtype)  # which is no name of one
     config = StepConfig(
-        layout=layout,
-        route=route,
-        comm_dtype=comm_dtype,
-        kernel=kernel,
-        checkpoint=checkpoint,
-        layers_per_checkpoint=layers_per_checkpoint,
-        folds=folds,
-        loss_chunk_tokens=loss_chunk_tokens,
-        loss_chunk_vocabulary=loss_chunk_vocabulary,
-        z_loss=z_loss,
-        label_smoothing=label_smoothing,
-        index_loss=index_loss,
-        feedforward_chunk_tokens=feedforward_chunk_tokens,
-        norm_chunk_tokens=norm_chunk_tokens,
-        offload=offload,
-        compute_dtype=None if compute_dtype is None else dtype,
-        compile=compile,
-        watchdog=watchdog,
-    )
+        layout=layout, route=route, comm_dtype=comm_dtype, kernel=kernel, checkpoint=checkpoint,
+        layers_per_checkpoint=layers_per_checkpoint, folds=folds, loss_chunk_tokens=loss_chunk_tokens,
+        loss_chunk_vocabulary=loss_chunk_vocabulary, z_loss=z_loss, label_smoothing=label_smoothing,
+        index_loss=index_loss, feedforward_chunk_tokens=feedforward_chunk_tokens, norm_chunk_tokens=norm_chunk_tokens,
+        offload=offload, compute_dtype=None if compute_dtype is None else dtype, compile=compile, watchdog=watchdog,
+    )  # fmt: skip
     return put_on_mesh(model, mesh, config)
 
 

@@ -141,13 +141,9 @@ def _with_head(head: nn.Module, mesh: DeviceMesh, config: StepConfig, parts: Par
         head = joined([model.get_submodule(name) for name in found.parts])
     refuse_blocks_of_vocabulary(head, config.loss_chunk_vocabulary)
     loss = LossOptions(
-        chunk_tokens=config.loss_chunk_tokens,
-        chunk_vocabulary=config.loss_chunk_vocabulary,
-        z_loss=config.z_loss,
-        label_smoothing=config.label_smoothing,
-        logit_scale=found.scale,
-        softcap=found.softcap,
-    )
+        chunk_tokens=config.loss_chunk_tokens, chunk_vocabulary=config.loss_chunk_vocabulary, z_loss=config.z_loss,
+        label_smoothing=config.label_smoothing, logit_scale=found.scale, softcap=found.softcap,
+    )  # fmt: skip
     router = find_router_loss(parts.view)
     if router is None and getattr(parts.view.decoder.config, "output_router_logits", False):
         raise no_router_loss(parts.view.name)

@@ -158,18 +158,11 @@ def prepare(
     }
     begin_random_numbers(config.seed)  # the last thing: what is measured above draws some
     return Job(
-        config=config,
-        device=device,
-        mesh=mesh,
-        model=model,
-        tokenizer=tokenizer,
-        data=data,
-        batches=batches,
-        optimizer=optimizer,
-        facts=facts,
+        config=config, device=device, mesh=mesh, model=model, tokenizer=tokenizer, data=data, batches=batches,
+        optimizer=optimizer, facts=facts,
         step_flops=flops_per_token(text, num_weights, data.train.seen_tokens) * batches.num_tokens,
         base_digest=digest_of(frozen, mesh) if frozen else None,
-    )
+    )  # fmt: skip
 
 
 def _text(config: TrainConfig, model_config: PreTrainedConfig, kept: Path | None) -> tuple[Tokenizer, Data]:

@@ -182,14 +182,9 @@ def build_model(
     with refused(where, OSError, ValueError), from_hub(where, settings.path):
         folder = folder_of(settings.path)
     model, extra = unread_model(
-        where,
-        folder,
-        WeightFiles(folder, model_config),
-        model_config,
-        dtype,
-        trust_remote_code=settings.trust_remote_code,
-        model_class=made_by,
-    )
+        where, folder, WeightFiles(folder, model_config), model_config, dtype,
+        trust_remote_code=settings.trust_remote_code, model_class=made_by,
+    )  # fmt: skip
     if extra:
         logger.warning("%s: the model has no place for %s, left out", where, first_of(extra))
     return model

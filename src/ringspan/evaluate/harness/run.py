@@ -80,14 +80,9 @@ def run_harness(settings: HarnessSettings, out: Path) -> dict[str, Any] | None:
         model.model.ring_on_read = lambda tokens: _beat(model, f"at token {tokens:,} of a request")
         _beat(model, None)
         found = run_tasks(
-            lm,
-            settings.tasks,
-            manager,
-            limit=settings.limit,
-            num_fewshot=settings.num_fewshot,
-            apply_chat_template=settings.chat,
-            **settings.seeds,
-        )
+            lm, settings.tasks, manager, limit=settings.limit, num_fewshot=settings.num_fewshot,
+            apply_chat_template=settings.chat, **settings.seeds,
+        )  # fmt: skip
     if found is None:
         return None
     return {

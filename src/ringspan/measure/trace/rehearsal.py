@@ -135,15 +135,9 @@ def rehearse(
         reserved = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else peak
     typical = sorted(timed, key=lambda each: each.seconds)[len(timed) // 2]
     return Rehearsal(
-        rank=rank,
-        peak_bytes=peak,
-        reserved_bytes=reserved,
-        bytes=tracker.peak.bytes,
-        step_seconds=typical.seconds,
-        layer_seconds=typical.layers,
-        bandwidth=bandwidth,
-        exposed_seconds=exposed_seconds(typical.events, bandwidth),
-    )
+        rank=rank, peak_bytes=peak, reserved_bytes=reserved, bytes=tracker.peak.bytes, step_seconds=typical.seconds,
+        layer_seconds=typical.layers, bandwidth=bandwidth, exposed_seconds=exposed_seconds(typical.events, bandwidth),
+    )  # fmt: skip
 
 
 class _MadeUp(Nobody):

@@ -20,20 +20,10 @@ from ringspan.torch.runtime.foreign_mesh import ring_mesh
 from ringspan.torch.transport.digest import digest_integers
 
 # What ``shard_batch`` returns.
-SHARDED: Final = frozenset(
-    {
-        "batch_digest",
-        "document_lengths",
-        "input_ids",
-        "layout_digest",
-        "media",
-        "position_ids",
-        "real_tokens",
-        "sequence_length",
-        "shift_labels",
-        "tree_targets",
-    }
-)
+SHARDED: Final = frozenset({
+    "batch_digest", "document_lengths", "input_ids", "layout_digest", "media", "position_ids", "real_tokens",
+    "sequence_length", "shift_labels", "tree_targets",
+})  # fmt: skip
 
 _INTEGERS: Final = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 # What collators that flatten a batch into one row say of its documents.

@@ -72,13 +72,9 @@ def blockwise_cross_entropy(
     Parallel Transformer", section 3.
     """
     options = LossOptions(
-        chunk_tokens=chunk_tokens,
-        chunk_vocabulary=chunk_vocabulary,
-        z_loss=z_loss,
-        label_smoothing=label_smoothing,
-        logit_scale=logit_scale,
-        softcap=softcap,
-    )
+        chunk_tokens=chunk_tokens, chunk_vocabulary=chunk_vocabulary, z_loss=z_loss, label_smoothing=label_smoothing,
+        logit_scale=logit_scale, softcap=softcap,
+    )  # fmt: skip
     check_loss(hidden, weight, targets, bias)
     group = None if group is None else find_group(group)
     _check_targets(targets, len(weight) * _size(group))

@@ -52,13 +52,9 @@ def choose_checkpoint(
     for policy in CHECKPOINT_NAMES:
         for sharing in (1,) if policy == "none" else segments:
             saved = saved_bytes(
-                sizes,
-                dtype.itemsize,
-                policy,
-                layers=layers,
-                layers_per_checkpoint=sharing,
+                sizes, dtype.itemsize, policy, layers=layers, layers_per_checkpoint=sharing,
                 feedforward_in_chunks=feedforward_in_chunks,
-            )
+            )  # fmt: skip
             needed = tokens * (saved + (sharing - 1) * an_input)  # in backward a segment's other inputs are there too
             if needed <= budget_bytes:
                 return policy, sharing

@@ -43,12 +43,8 @@ _log: Final = logging.getLogger(__name__)
 
 # Config fields that change attention or logits in a way that the ring does not compute yet.
 UNSUPPORTED_FIELDS: Final = (
-    "attention_dropout",
-    "attention_probs_dropout_prob",
-    "attn_pdrop",
-    "output_attentions",
-    "output_hidden_states",
-)
+    "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "output_attentions", "output_hidden_states",
+)  # fmt: skip
 
 
 class FoundHead(NamedTuple):

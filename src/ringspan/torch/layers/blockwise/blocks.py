@@ -76,13 +76,9 @@ def run_in_blocks(
     check_whole(option, chunk_tokens, otherwise="; 0 is for none")
     for module in dict.fromkeys(modules):  # layers may share one
         mix_in(
-            module,
-            Blockwise,
-            chunk_tokens=chunk_tokens,
-            chunk_option=option,
-            chunk_from_tokens=from_tokens,
+            module, Blockwise, chunk_tokens=chunk_tokens, chunk_option=option, chunk_from_tokens=from_tokens,
             chunk_recorder=recorder,
-        )
+        )  # fmt: skip
 
 
 def kind_of(module: nn.Module) -> object:
