@@ -25,7 +25,7 @@ from turns import timed_in_turns
 
 import ringspan as rs
 from ringspan.core.arguments import FREE_CHUNK_TOKENS
-from ringspan.measure.bench.step import StepCase, small_llama
+from ringspan.measure.bench.one_process import StepCase, small_llama
 from ringspan.measure.machine import describe_machine, timed
 from ringspan.measure.trace.dry_run import trace
 from ringspan.plan.cost.setting import Setting

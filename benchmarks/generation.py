@@ -17,7 +17,7 @@ from transformers import DynamicCache
 
 from ringspan.cli.checks import check_dtype
 from ringspan.cli.commands.bench import Dtype, Ranks, Repeats
-from ringspan.measure.bench.step import StepCase, small_llama
+from ringspan.measure.bench.one_process import StepCase, small_llama
 from ringspan.measure.machine import allocated_bytes, describe_machine, timed
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.runtime.launch import launch, local_device

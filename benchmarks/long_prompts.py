@@ -17,7 +17,7 @@ import torch.distributed as dist
 from transformers.generation.streamers import BaseStreamer
 
 import ringspan as rs
-from ringspan.measure.bench.step import StepCase, small_llama
+from ringspan.measure.bench.one_process import StepCase, small_llama
 from ringspan.measure.machine import allocated_bytes, describe_machine
 from ringspan.torch.runtime.launch import launch
 

@@ -21,7 +21,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.core.geometry.layout import layout_name
 from ringspan.core.messages.numbers import numbers_in
 from ringspan.core.names import CATEGORIES, CheckpointName, LayoutName
-from ringspan.measure.bench.step import StepCase, small_llama
+from ringspan.measure.bench.one_process import StepCase, small_llama
 from ringspan.measure.machine import describe_machine
 from ringspan.measure.trace.tracker import MemoryTracker, held_activations, train_step
 from ringspan.report.drawing import svg

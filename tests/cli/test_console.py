@@ -16,7 +16,7 @@ import ringspan
 from ringspan.cli.console import console, paragraph, working
 from ringspan.cli.main import main
 from ringspan.core.errors import RankLost
-from ringspan.measure.bench import attention
+from ringspan.measure.bench import one_process
 from ringspan.measure.cluster import doctor
 from ringspan.measure.trace import rehearsal
 from ringspan.plan import planner
@@ -33,7 +33,7 @@ from tests.surface import MODEL
         (rehearsal, "rehearse_plan", ["rehearse", "--devices", "512", "--model", "qwen3-0.6b", "--length", "4096"]),
         (doctor, "examine", ["doctor"]),
         (launch, "launch", ["profile", "--length", "64"]),
-        (attention, "run", ["bench", "attention"]),
+        (one_process, "run_attention", ["bench", "attention"]),
     ],
     ids=["plan", "rehearse", "doctor", "profile", "bench"],
 )

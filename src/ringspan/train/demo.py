@@ -15,7 +15,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ringspan.core.names import LayoutName
-from ringspan.measure.bench.step import StepCase, small_llama
+from ringspan.measure.bench.one_process import StepCase, small_llama
 from ringspan.measure.trace.tracker import held_activations
 from ringspan.torch.data.batch import shard_batch
 from ringspan.torch.layers.decoder import decoder_of, layers_of

@@ -50,7 +50,7 @@ def attention(
     from ringspan.core.geometry.layout import layout_name
     from ringspan.core.geometry.mask import Mask
     from ringspan.core.schedule.route import Route, member_heads
-    from ringspan.measure.bench.attention import AttentionCase, run
+    from ringspan.measure.bench.one_process import AttentionCase, run_attention
 
     check_dtype(dtype)
     Mask.parse(mask)  # refuse here, not in each rank
@@ -62,7 +62,7 @@ def attention(
         ranks=ranks, length=length, batch=batch, heads=heads, kv_heads=kv_heads, head_dim=head_dim, dtype=dtype,
         mask=mask, layout=layout_name(layout), route=route, repeats=repeats,
     )  # fmt: skip
-    result = _measured(run, case, "attention of a ring and of one process", as_json)
+    result = _measured(run_attention, case, "attention of a ring and of one process", as_json)
     rows = [
         [
             kind.replace("_", "+"),
@@ -144,7 +144,7 @@ def step(
     """Time a training step of a small Llama: the ring against transformers' sdpa in one process of N threads."""
     from ringspan.core.geometry.layout import layout_name
     from ringspan.core.names import checkpoint_name
-    from ringspan.measure.bench.step import StepCase, run
+    from ringspan.measure.bench.one_process import StepCase, run_step
 
     check_dtype(dtype)
     check_memory(f"--length {length}", _LEAST_TOKEN_BYTES * length)
@@ -152,7 +152,7 @@ def step(
         ranks=ranks, length=length, dtype=dtype, layout=layout_name(layout), checkpoint=checkpoint_name(checkpoint),
         repeats=repeats,
     )  # fmt: skip
-    result = _measured(run, case, "steps of a ring and of one process", as_json)
+    result = _measured(run_step, case, "steps of a ring and of one process", as_json)
     speeds = [f"{result[f'{who}_tokens_per_second']:,.0f}" for who in ("ring", "baseline")]
     rows = [[*speeds, f"{result['ratio_tokens_per_second']:.3f}", shown_bytes(result["peak_bytes"])]]
     _table(f"one step of {length:,} tokens, {dtype}", ["ring tokens/s", "one process", "ratio", "peak"], rows)

@@ -121,20 +121,36 @@ def _filled_up(x: Tensor, size: int) -> Tensor:
     return wider
 
 
-def mirrored_forward(
-    kernel: Returning, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores
-) -> tuple[Tensor, Tensor]:
-    # Copies of the tensors, in return for kernels that know one triangle only.
-    out, lse = kernel.forward(q.flip(2), k.flip(2), v.flip(2), _mirrored(launch), scores)
-    return out.flip(2), lse.flip(2)
+class Triangles:
+    """A kernel of FULL and causal tiles: anticausal ones are mirrored, heads padded to one size."""
 
+    adds_in_place: Literal[False] = False
+    head_multiple = 1
 
-def mirrored_backward(
-    kernel: Returning, given: BackwardInputs, launch: KernelLaunch, scores: Scores
-) -> tuple[Tensor, Tensor, Tensor]:
-    flipped = BackwardInputs(*(x.flip(2) for x in given))
-    dq, dk, dv = kernel.backward(flipped, _mirrored(launch), scores)
-    return dq.flip(2), dk.flip(2), dv.flip(2)
+    def compute(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        """Return out and log-sum-exp of heads of one size."""
+        raise NotImplementedError
+
+    def differentiate(self, given: BackwardInputs, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        raise NotImplementedError
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, launch: KernelLaunch, scores: Scores) -> tuple[Tensor, Tensor]:
+        if launch.tile.is_anticausal:  # copies of the tensors, in return for kernels that know one triangle only
+            out, lse = self.forward(q.flip(2), k.flip(2), v.flip(2), _mirrored(launch), scores)
+            return out.flip(2), lse.flip(2)
+        padded = one_size(q, k, v, multiple=self.head_multiple)
+        out, lse = self.compute(*padded, is_causal=launch.tile.is_causal, scale=scores.scale)
+        return out[..., : v.shape[-1]], lse
+
+    def backward(self, given: BackwardInputs, launch: KernelLaunch, scores: Scores) -> tuple[Tensor, Tensor, Tensor]:
+        if launch.tile.is_anticausal:
+            flipped = BackwardInputs(*(x.flip(2) for x in given))
+            dq, dk, dv = self.backward(flipped, _mirrored(launch), scores)
+            return dq.flip(2), dk.flip(2), dv.flip(2)
+        *heads, lse = given
+        padded = BackwardInputs._make([*one_size(*heads, multiple=self.head_multiple), lse])
+        dq, dk, dv = self.differentiate(padded, is_causal=launch.tile.is_causal, scale=scores.scale)
+        return dq[..., : given.q.shape[-1]], dk[..., : given.k.shape[-1]], dv[..., : given.v.shape[-1]]
 
 
 def _mirrored(launch: KernelLaunch) -> KernelLaunch:

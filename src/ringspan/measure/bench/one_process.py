@@ -1,4 +1,7 @@
-"""Benchmark: the ring's attention on N one-thread ranks against scaled_dot_product_attention on N threads."""
+"""Benchmarks of attention and of a training step: N ranks of one thread against one process of N threads.
+
+The baseline is PyTorch's scaled_dot_product_attention, by itself and in transformers' small Llama.
+"""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -9,18 +12,25 @@ from typing import Any, Final
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from ringspan.core import reference
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import Mask
-from ringspan.core.names import LayoutName
+from ringspan.core.names import CheckpointName, LayoutName
 from ringspan.core.schedule.schedule import make_schedule
-from ringspan.measure.machine import allocated_bytes, describe_machine, timed
+from ringspan.measure.machine import allocated_bytes, describe_machine, peak_bytes, timed
 from ringspan.torch.attention.arguments import check_tensors
 from ringspan.torch.attention.op import ring_attention
+from ringspan.torch.data.batch import shard_batch
+from ringspan.torch.memory.checkpointing import checkpoint_layers
+from ringspan.torch.model.view import view_of
+from ringspan.torch.parallelize import parallelize
 from ringspan.torch.runtime.launch import launch, local_device
+from ringspan.torch.runtime.mesh import init_mesh
 from ringspan.torch.transport.agreement import shared_bytes
 from ringspan.torch.transport.exchange import COUNTERS
 
@@ -42,17 +52,17 @@ class AttentionCase:
     repeats: int = 5
 
 
-def run(case: AttentionCase) -> dict[str, Any]:
+def run_attention(case: AttentionCase) -> dict[str, Any]:
     """Measure a case: medians of interleaved repeats, each from a barrier to the slowest rank.
 
     The baseline has a thread per rank, on rank 0, while others sleep; tensors are (B, T, H, D) in memory, as
     projections make them. ``exposed_comm_seconds``: what the slowest rank waited.
     """
-    results = launch(_measure, case.ranks, case, threads=1)
+    results = launch(_measure_attention, case.ranks, case, threads=1)
     return {**results[0], "config": asdict(case), "machine": describe_machine()}
 
 
-def _measure(case: AttentionCase) -> dict[str, Any]:
+def _measure_attention(case: AttentionCase) -> dict[str, Any]:
     device, dtype = local_device(), getattr(torch, case.dtype)
     mask, rank = Mask.parse(case.mask), dist.get_rank()
     layout = Layout(case.layout, case.length, case.ranks)
@@ -152,3 +162,93 @@ def _error(case: AttentionCase, inputs: list[Tensor], dout: Tensor, ours: list[T
         for x, y in zip(ours, expected, strict=False)
     ]
     return _largest(float(max(errors)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepCase:
+    ranks: int = 2
+    length: int = 8192
+    layers: int = 4
+    hidden_size: int = 256
+    heads: int = 4
+    kv_heads: int = 2
+    vocabulary: int = 4096
+    dtype: str = "float32"
+    layout: LayoutName = "zigzag"
+    checkpoint: CheckpointName = "attention"
+    repeats: int = 3
+
+
+def small_llama(case: StepCase) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=case.vocabulary,
+        hidden_size=case.hidden_size,
+        intermediate_size=3 * case.hidden_size,
+        num_hidden_layers=case.layers,
+        num_attention_heads=case.heads,
+        num_key_value_heads=case.kv_heads,
+        max_position_embeddings=case.length,
+        attention_dropout=0.0,
+        use_cache=False,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, case.dtype), attn_implementation="sdpa")
+    return model.to(local_device()).train()
+
+
+def run_step(case: StepCase) -> dict[str, Any]:
+    """Measure tokens per second of forward, loss, backward and AdamW; medians of interleaved repeats, paired ratio."""
+    results = launch(_measure_step, case.ranks, case, threads=1)
+    return {**results[0], "config": asdict(case), "machine": describe_machine()}
+
+
+def _measure_step(case: StepCase) -> dict[str, Any]:
+    rank, device = dist.get_rank(), local_device()
+    tokens = torch.randint(0, case.vocabulary, (1, case.length), generator=torch.Generator().manual_seed(0))
+    mesh = init_mesh(ring=case.ranks)
+    ring_model = parallelize(small_llama(case), mesh, layout=case.layout, checkpoint=case.checkpoint)
+    ring_batch = shard_batch({"input_ids": tokens, "labels": tokens}, mesh, layout=case.layout, device=device)
+    on_ring = partial(_step, ring_model, torch.optim.AdamW(ring_model.parameters(), lr=1e-4), ring_batch)
+    on_one = None
+    if rank == 0:
+        plain = small_llama(case)
+        if case.checkpoint == "attention":
+            options = {"use_reentrant": False, "context_fn": partial(create_selective_checkpoint_contexts, _keep_sdpa)}
+            plain.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+        else:
+            checkpoint_layers(view_of(plain), case.checkpoint)
+        whole = tokens.to(device)
+        optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-4)
+        on_one = partial(_step, plain, optimizer, {"input_ids": whole, "labels": whole})
+    ours: list[float] = []
+    theirs: list[float] = []
+    for repeat in range(case.repeats + 1):
+        pair = timed(on_ring, threads=1), timed(on_one, threads=case.ranks)
+        if repeat:  # the first round warms up
+            ours.append(pair[0])
+            theirs.append(pair[1])
+    return {
+        "ratio_tokens_per_second": median(b / a for a, b in zip(ours, theirs, strict=True)),
+        "ring_tokens_per_second": case.length / median(ours),
+        "baseline_tokens_per_second": case.length / median(theirs),
+        "peak_bytes": peak_bytes(device),
+    }
+
+
+def _step(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> None:
+    model(**batch).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+_SDPA = {
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default,
+    torch.ops.aten._scaled_dot_product_flash_attention.default,
+    torch.ops.aten._scaled_dot_product_efficient_attention.default,
+    torch.ops.aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+def _keep_sdpa(ctx: object, operator: object, *args: object, **kwargs: object) -> CheckpointPolicy:
+    """Checkpoint like checkpoint="attention", for the baseline."""
+    return CheckpointPolicy.MUST_SAVE if operator in _SDPA else CheckpointPolicy.PREFER_RECOMPUTE
