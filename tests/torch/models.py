@@ -51,6 +51,12 @@ _OPTIONS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4, "first_k_dense_replace": 1, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
         "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     },
+    "glm_moe_dsa": {  # whose layers share what an index chooses
+        "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "kv_lora_rank": 24, "q_lora_rank": 16,
+        "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 32, "mlp_layer_types": ["dense", "sparse"], "indexer_types": ["full", "shared"],
+        "index_topk": 7, "index_head_dim": 12, "index_n_heads": 3,
+    },
 }  # fmt: skip
 
 

@@ -1,7 +1,8 @@
 """Keys that an index may choose for each query (DeepSeek-V3.2), and what chooses, attends to and fetches them costs."""
 
 from collections.abc import Callable, Iterable
-from functools import partial
+from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Final, NamedTuple
 
 import numpy as np
@@ -13,6 +14,26 @@ from ringspan.core.geometry.mask import Mask
 
 EVERYTHING: Final = 2**62
 Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Index:
+    """A layer's choice: a query attends to ``keys`` of each of the ``topk`` best entries, and to ``others`` always.
+
+    An entry is of ``size`` tokens. ``scored``: numbers that are multiplied to score one; ``key``: numbers of a
+    token that travel for it, both 0 where another layer's choice is shared; ``token``: numbers of one for attention.
+    ``kept``: positions that are kept of a query's choice, by full checkpoints too if layers hand it on (``is_passed``).
+    """
+
+    topk: int
+    token: int
+    size: int = 1
+    keys: int = 1
+    others: float = 0
+    scored: int = 0
+    key: float = 0
+    kept: int = 0
+    is_passed: bool = False
 
 
 class Seen(NamedTuple):
@@ -62,6 +83,7 @@ def wanted(
     return near & (seen_at(following).first == seen_at(held).first)
 
 
+@lru_cache(maxsize=256)
 def exchanged(layout: Layout, mask: Mask, rank: int) -> Tokens:
     """Return the tokens that one rank exchanges, so that each rank has what its tokens see."""
     seen_at = partial(seen_by, mask, length=layout.length)
@@ -71,9 +93,9 @@ def exchanged(layout: Layout, mask: Mask, rank: int) -> Tokens:
     return Tokens(*(tuple((peer, count) for peer, count in enumerate(each) if count) for each in (sent, received)))
 
 
-def scored_and_chosen(seen: Seen, positions: Integers, topk: float, size: int = 1) -> tuple[int, float]:
+def scored_and_chosen(seen: Seen, topk: float, size: int = 1) -> tuple[int, float]:
     """Count the pairs of queries and keys (or entries of ``size`` tokens) that an index scores, and those chosen."""
-    entries = seen.counts[positions] // size
+    entries = seen.counts // size
     return int(entries.sum()), float(np.minimum(entries, topk).sum())
 
 

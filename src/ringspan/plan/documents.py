@@ -23,6 +23,7 @@ from ringspan.core.schedule.route import Route
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.core.schedule.timing import Pass, Speeds
 from ringspan.core.schedule.workspace import Shape
+from ringspan.plan.cost.chosen import chosen_passes
 from ringspan.plan.cost.passes import Passes, of_sequences, slowest_passes
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.search import Question
@@ -120,6 +121,8 @@ def _passes_of(split: Layout, lengths: tuple[int, ...] | Tree) -> Passes:
         comm_dtype: str = "exact",
     ) -> tuple[Pass, Pass]:
         mask, way = _mask(lengths, window), Route.parse(route, ranks)
+        if shape.index is not None:
+            return chosen_passes(split, mask, shape, speeds)
         one = slowest_passes(split, mask, way, replace(shape, batch=1), speeds, comm_dtype)
         return of_sequences(shape.batch, one)
 

@@ -133,6 +133,8 @@ def layouts(ring: int) -> tuple[LayoutName, ...]:
 def routes(question: Question, setting: Setting) -> tuple[str, ...]:
     if question.route != AUTO:
         return (question.route,)
+    if question.shape.has_index:  # the keys of which come straight from all ranks
+        return ("ring",)
     if setting.ring == 1 or question.folds != 1:  # ones that ranks of a ring share by heads do not go with folds
         return ("ring",)
     # Queries are sent as they are: their ring has no use for a communication dtype of keys.

@@ -138,11 +138,14 @@ def held(mesh, kind, setting):
     return [tracker.held_activations(model, batch) for _ in range(2)][1]  # FSDP makes its buffers in the first
 
 
-# Dense; experts; latent keys; experts with windows and sinks; windows; shared keys.
-@pytest.mark.parametrize("kind", ["llama", "mixtral", "deepseek_v3", "gpt_oss", "gemma3_text", "gemma4_text"])
+# Dense; experts; latent keys; experts with windows and sinks; windows; shared keys; chosen keys and shared choices.
+KINDS = ["llama", "mixtral", "deepseek_v3", "gpt_oss", "gemma3_text", "gemma4_text", "glm_moe_dsa"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_keeps_what_is_planned(pool, kind):
     shape = from_config(models.config(kind).to_dict(), kind)
-    for policy, norms in (("none", 0), ("none", 128), ("attention", 128)):
+    for policy, norms in (("none", 0), ("none", 128), ("attention", 128), ("full", 128)):
         setting = Setting(length=1024, ring=2, checkpoint=policy, norm_chunk_tokens=norms, on_gpu=False)
         positions = 4 * setting.tokens  # int32, which live as long as the decoder runs
         planned = [held_bytes(shape, setting) + positions] * 2

@@ -72,10 +72,16 @@ class Wait(NamedTuple):
     number: int
 
 
-class Compute(NamedTuple):
-    """The tiles of a hop, or of a stage of gathered keys; its largest launch takes ``num_bytes``."""
+class Work(NamedTuple):
+    """Computing that takes as long as attention of ``num_pairs`` pairs of a query and a key."""
 
-    hop: Hop | Stage
+    num_pairs: float
+
+
+class Compute(NamedTuple):
+    """The tiles of a hop, of a stage of gathered keys, or other work; its largest launch takes ``num_bytes``."""
+
+    hop: Hop | Stage | Work
     num_bytes: int
 
 

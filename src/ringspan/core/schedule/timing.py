@@ -12,7 +12,7 @@ from ringspan.core.schedule.events import backward, forward
 from ringspan.core.schedule.paths import loads
 from ringspan.core.schedule.route import Route, member_heads
 from ringspan.core.schedule.schedule import Schedule, make_schedule
-from ringspan.core.schedule.steps import Compute, Part, Post, Wait
+from ringspan.core.schedule.steps import Compute, Event, Part, Post, Wait
 from ringspan.core.schedule.workspace import Shape, head_groups
 
 FORWARD_PRODUCTS: Final = 2  # matrix products of attention: scores and weighted values
@@ -170,7 +170,7 @@ class Stretch(NamedTuple):
 
 
 def timeline(part: Part, speeds: Speeds, *, is_backward: bool = False) -> tuple[Stretch, ...]:
-    return tuple(_stretches(part, speeds, _Links(part.schedule.rank, speeds), is_backward=is_backward))
+    return tuple(_of_part(part, speeds, _Links(part.schedule.rank, speeds), is_backward=is_backward))
 
 
 def _walk(part: Part, speeds: Speeds, *, is_backward: bool) -> Pass:
@@ -178,16 +178,28 @@ def _walk(part: Part, speeds: Speeds, *, is_backward: bool) -> Pass:
     pair = pair_flops(part.shape, is_backward=is_backward) / speeds.flops
     links = _Links(part.schedule.rank, speeds)
     now = 0.0
-    for stretch in _stretches(part, speeds, links, is_backward=is_backward):
+    for stretch in _of_part(part, speeds, links, is_backward=is_backward):
         now = stretch.stop
     return Pass(now, part.schedule.num_pairs * pair, links.bytes[True], links.bytes[False])
 
 
-def _stretches(part: Part, speeds: Speeds, links: "_Links", *, is_backward: bool) -> Iterator[Stretch]:
+def stretched(events: Iterable[Event], pair: float, rank: int, speeds: Speeds) -> Pass:
+    """Return a rank's pass of these events, if a pair of a query and a key takes ``pair`` seconds."""
+    links = _Links(rank, speeds)
+    stretches = [*_stretches(events, pair, links)]
+    computing = sum(each.stop - each.start for each in stretches if isinstance(each.event, Compute))
+    return Pass(stretches[-1].stop, computing, links.bytes[True], links.bytes[False])
+
+
+def _of_part(part: Part, speeds: Speeds, links: "_Links", *, is_backward: bool) -> Iterator[Stretch]:
     pair = pair_flops(part.group, is_backward=is_backward) / speeds.flops
+    return _stretches((backward if is_backward else forward)(part), pair, links)
+
+
+def _stretches(events: Iterable[Event], pair: float, links: "_Links") -> Iterator[Stretch]:
     arrived: dict[int, float] = {}
     now = 0.0
-    for event in (backward if is_backward else forward)(part):
+    for event in events:
         if isinstance(event, Compute):
             start, now = now, now + event.hop.num_pairs * pair
             yield Stretch(event, start, now)

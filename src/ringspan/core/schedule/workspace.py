@@ -7,6 +7,7 @@ from typing import Final, NamedTuple, Protocol
 from ringspan.core.geometry.tile import Tile
 from ringspan.core.schedule.kernel_launches import KernelLaunch, KernelLaunches
 from ringspan.core.schedule.route import Heads
+from ringspan.core.selection import Index
 
 _FLOAT32: Final = 4
 _BFLOAT16: Final = 2
@@ -33,6 +34,7 @@ class Shape:
     value_dim: int
     itemsize: int
     latent_dim: int = 0  # numbers of a token that travel in place of all heads' keys and values, 0 if these do
+    index: Index | None = None
 
     @property
     def sum_itemsize(self) -> int:
@@ -50,7 +52,8 @@ class Shape:
     @property
     def kv_numbers(self) -> int:
         """Numbers of a token that travel."""
-        return self.batch * (self.latent_dim or self.kv_heads * (self.head_dim + self.value_dim))
+        numbers = self.index.token if self.index else self.latent_dim
+        return self.batch * (numbers or self.kv_heads * (self.head_dim + self.value_dim))
 
     def of(self, heads: Heads) -> "Shape":
         return replace(

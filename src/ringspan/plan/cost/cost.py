@@ -12,6 +12,7 @@ from ringspan.core.costs import training_flops
 from ringspan.core.schedule.timing import Pass, Speeds, one_after_the_other
 from ringspan.core.schedule.workspace import Shape, sent_itemsize
 from ringspan.plan.cluster.hardware import Device
+from ringspan.plan.cost.chosen import scoring_flops
 from ringspan.plan.cost.folds import copied_bytes, folds_read
 from ringspan.plan.cost.memory import saved_per_token
 from ringspan.plan.cost.passes import Passes, attention_passes, causal_pairs, seen_pairs
@@ -91,7 +92,8 @@ def model_flops(shape: ModelShape, length: int) -> float:
     seen = sum(tower.units * tower.flops.at(1) for tower in shape.towers)
     # Of frozen weights, whose gradients are not computed.
     frozen = shape.matrix_parameters - shape.trained_of_layers(shape.layers) if shape.lora else 0
-    return training_flops(shape.matrix_parameters, length, pairs) - 2.0 * frozen * length + scanned + seen
+    scored = sum(count * scoring_flops(kind.index, length) for kind, count in counts.items() if kind.index)
+    return training_flops(shape.matrix_parameters, length, pairs) - 2.0 * frozen * length + scanned + seen + scored
 
 
 def step_cost(
@@ -225,7 +227,7 @@ class _LayerTimes:
     def _expansions(self, kind: LayerKind) -> list[Pass]:
         """Time the expansion of latents that arrive; backward has two products more."""
         setting = self.setting
-        if not setting.latent_dim(kind):
+        if kind.index or not setting.latent_dim(kind):
             return []
         weights = kind.latent * kind.heads * (kind.head_dim - kind.rotary + kind.value_dim)
         arrived = (setting.ring - 1) * kind.calls * self.matrices(weights)
@@ -240,6 +242,8 @@ class _LayerTimes:
             way = setting.route_of(kind), sizes, speeds, setting.comm_dtype
             return self.passes(setting.layout, length, setting.ring, window, *way)
 
+        if kind.index is not None:
+            return both(None, speeds)
         # Chunks are timed as windows of as many tokens, of whose pairs they have about half.
         own = seen_pairs(kind, length)
         share, folds = own / causal_pairs(length, kind.window), setting.folds
@@ -258,7 +262,7 @@ class _LayerTimes:
         setting, device = self.setting, self.device
         sizes = kind.heads, kind.kv_heads, kind.head_dim, kind.value_dim
         return (
-            Shape(setting.batch, *sizes, setting.number_bytes, setting.latent_dim(kind)),
+            Shape(setting.batch, *sizes, setting.number_bytes, setting.latent_dim(kind), kind.index),
             Speeds(
                 self.peak * device.attention_efficiency,
                 device.intra_node_bandwidth,

@@ -24,7 +24,7 @@ def per_token(counts: Mapping[LayerKind, int], setting: Setting) -> PerToken:
 
 
 def _results(kind: LayerKind, setting: Setting) -> float:
-    found = 0.0 if setting.checkpoint == "full" else result_bytes(kind, setting.number_bytes)
+    found = 0.0 if setting.checkpoint == "full" else result_bytes(kind, setting)
     if kind.scan:  # a state for each fold
         found += _FLOAT32 * setting.batch * kind.scan.state / setting.fold.tokens
     return found

@@ -1,5 +1,6 @@
 """Bytes that each kind of layer keeps for backward, as fused kernels hold recurrences (PyTorch code holds more)."""
 
+from ringspan.core.selection import position_bytes
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.cost.states import span_states
 from ringspan.plan.model.kinds import PARTS, LayerKind
@@ -15,11 +16,16 @@ def parts_of(kind: LayerKind, setting: Setting) -> dict[str, int]:
     if setting.latent_dim(kind):  # keys, and the product that holds their other part and values, are expanded again
         expanded = kind.heads * (2 * kind.head_dim - kind.rotary + kind.value_dim)
         parts["heads"] -= a * kind.calls * (expanded - kind.rotary)
-    return parts | {"attention": result_bytes(kind, a), "mixing": a * (kind.mixed + 2 * _out(kind))}
+    return parts | {"attention": result_bytes(kind, setting), "mixing": a * (kind.mixed + 2 * _out(kind))}
 
 
-def result_bytes(kind: LayerKind, number_bytes: int) -> int:
-    return kind.calls * (number_bytes * kind.out_size + _FLOAT32 * kind.heads)
+def result_bytes(kind: LayerKind, setting: Setting) -> int:
+    """Return the bytes of a token's result and log-sum-exp, and of its choice."""
+    return kind.calls * (setting.number_bytes * kind.out_size + _FLOAT32 * kind.heads) + chosen_bytes(kind, setting)
+
+
+def chosen_bytes(kind: LayerKind, setting: Setting) -> int:
+    return position_bytes(setting.length) * kind.index.kept if kind.index else 0
 
 
 def saved_per_token(local: ModelShape, setting: Setting, layers: int) -> int:
@@ -28,13 +34,14 @@ def saved_per_token(local: ModelShape, setting: Setting, layers: int) -> int:
         left = "feedforward" if setting.feedforward_tokens else ""
         rows = ((parts_of(kind, setting), count) for kind, count in counts.items())
         return sum(count * (sum(parts.values()) - parts.get(left, 0)) for parts, count in rows)
-    inputs = a * local.hidden * -(-layers // setting.layers_per_checkpoint)
+    inputs = a * local.hidden * local.streams * -(-layers // setting.layers_per_checkpoint)
     inputs += a * sum(kind.shared * count for kind, count in counts.items())
     if setting.checkpoint == "full":
-        return inputs
+        passed = ((kind, count) for kind, count in counts.items() if kind.index and kind.index.is_passed)
+        return inputs + sum(count * chosen_bytes(kind, setting) for kind, count in passed)
     # On one rank nothing is exchanged: results of states are computed again there.
     outs = a * (setting.ring > 1)
-    return inputs + sum(count * (outs * _out(kind) + result_bytes(kind, a)) for kind, count in counts.items())
+    return inputs + sum(count * (outs * _out(kind) + result_bytes(kind, setting)) for kind, count in counts.items())
 
 
 def states_bytes(local: ModelShape, setting: Setting, layers: int) -> int:

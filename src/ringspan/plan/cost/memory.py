@@ -12,8 +12,9 @@ from typing import Final
 
 from ringspan.core.costs import loss_bytes
 from ringspan.core.schedule.route import Heads, Route, member_heads
-from ringspan.core.schedule.workspace import head_groups
+from ringspan.core.schedule.workspace import Shape, head_groups
 from ringspan.plan.cost import kept
+from ringspan.plan.cost.chosen import chosen_bytes
 from ringspan.plan.cost.folds import brought_bytes, keys_of, waiting_bytes
 from ringspan.plan.cost.loop import loop_bytes, tile_pairs
 from ringspan.plan.cost.setting import Setting, check_setting
@@ -102,7 +103,7 @@ class _Step:
         """Return what ``layers`` layers keep on the device (offloaded: prefetched pieces), with recomputed inputs."""
         setting = self.setting
         segment = setting.layers_per_checkpoint
-        again = max(0, layers % segment - 1) * self.hidden if backward else 0
+        again = max(0, layers % segment - 1) * self.hidden * self.shape.streams if backward else 0
         if setting.offload == "none":
             return self.tokens * self.saved(layers) + self.states(layers) + again
         ahead = min(1, layers)
@@ -237,7 +238,9 @@ class _Step:
         shape, kind = self.shape, self._kind(done)
         made = self._made_again(kind)
         ours = sum(made.get(name, 0) for name in ("input", "norm", "heads", "attention", "mixing"))
-        weights = self._gradients(kind, kind.parameters - kind.mixing + shape.hidden * kind.out_size)
+        # Queries that are absorbed have results of more numbers than the projection after them takes.
+        out = min(kind.mixing, shape.hidden * kind.out_size) if kind.index else shape.hidden * kind.out_size
+        weights = self._gradients(kind, kind.parameters - kind.mixing + out)
         dout = self.tokens * self.a * kind.out_size
         if kind not in self._attention_bytes:
             self._attention_bytes[kind] = attention_backward_bytes(kind, self.setting)
@@ -304,6 +307,8 @@ def attention_backward_bytes(kind: LayerKind, setting: Setting) -> tuple[int, in
     ``loop_bytes`` between groups. A Ulysses group first trades dout, q, out, k, v: copies stay for the loop, and a part
     is in flight for each other member; at the end the gradients, without copies.
     """
+    if kind.index:
+        return _chosen_backward_bytes(kind, setting)
     if latent_dim := setting.latent_dim(kind):
         return _latent_backward_bytes(kind, setting, latent_dim)
     way, a, tokens = setting.way.backward, setting.number_bytes, setting.tokens
@@ -330,6 +335,15 @@ def attention_backward_bytes(kind: LayerKind, setting: Setting) -> tuple[int, in
         (results + back, 2 * others * results),
     )
     return max(((here, round(in_transit)) for here, in_transit in moments), key=sum)
+
+
+def _chosen_backward_bytes(kind: LayerKind, setting: Setting) -> tuple[int, int]:
+    """Return the same of attention to chosen keys: their positions are unpacked, then looked up."""
+    sizes, a = (kind.heads, kind.kv_heads, kind.head_dim, kind.value_dim), setting.number_bytes
+    shape = Shape(setting.batch, *sizes, a, index=kind.index)
+    sums, in_transit = chosen_bytes(setting.layout, setting.length, setting.ring, shape)
+    positions = 2 * 4 * kind.index.topk * kind.index.keys if kind.index else 0
+    return sums + setting.tokens * (a * kind.heads * kind.head_dim + positions), in_transit
 
 
 def _latent_backward_bytes(kind: LayerKind, setting: Setting, latent_dim: int) -> tuple[int, int]:

@@ -11,6 +11,7 @@ from ringspan.core.names import LayoutName
 from ringspan.core.schedule.route import Route
 from ringspan.core.schedule.timing import Pass, Speeds, pair_flops, passes, slowest
 from ringspan.core.schedule.workspace import Shape
+from ringspan.plan.cost.chosen import attended_pairs, chosen_passes, even_choice
 from ringspan.plan.model.kinds import LayerKind
 
 # Ranks or groups of them: beyond, a pass grows by the same with each. With fewer than some eight nodes it need not yet:
@@ -32,6 +33,8 @@ def causal_pairs(length: int, window: int | None = None) -> int:
 
 def seen_pairs(kind: LayerKind, length: int) -> int:
     """Count the pairs of a layer's attention: in a window, in chunks, or all."""
+    if kind.index is not None:
+        return round(attended_pairs(kind.index, length))
     if not kind.chunks or kind.window is None:
         return causal_pairs(length, kind.window)
     whole, rest = divmod(length, kind.window)
@@ -43,6 +46,8 @@ def even_passes(
     comm_dtype: str = "exact",
 ) -> tuple[Pass, Pass]:  # fmt: skip
     """Return a lower bound over layouts and routes: even pairs without the diagonal, nothing sent."""
+    if shape.index is not None:
+        return even_choice(length, ranks, shape, speeds)
     pairs = causal_pairs(length - 1, window) / ranks
     forward, backward = (pairs * pair_flops(shape, is_backward=back) / speeds.flops for back in (False, True))
     return Pass(forward, forward, 0.0, 0.0), Pass(backward, backward, 0.0, 0.0)
@@ -54,6 +59,8 @@ def attention_passes(
     comm_dtype: str = "exact",
 ) -> tuple[Pass, Pass]:  # fmt: skip
     """Return both passes of a causal attention on the slowest rank; without windows one schedule serves all lengths."""
+    if shape.index is not None:
+        return chosen_passes(Layout(layout, length, ranks), causal(), shape, speeds)
     if shape.batch > 1:
         one = attention_passes(layout, length, ranks, window, route, replace(shape, batch=1), speeds, comm_dtype)
         return of_sequences(shape.batch, one)

@@ -117,6 +117,9 @@ def check_setting(shape: ModelShape, setting: Setting) -> None:
         fold_layouts(setting.layout, 1, 1, setting.folds)
         if shape.sees or setting.way.ulysses > 1:
             raise UnsupportedError(f"folds={setting.folds} take no towers and no route with ulysses; use folds=1")
+    if shape.has_index and (setting.folds > 1 or setting.comm_dtype != "exact"):
+        option = f"folds={setting.folds}" if setting.folds > 1 else f"comm_dtype={setting.comm_dtype!r}"
+        raise UnsupportedError(f"{option}: {shape.name} chooses its keys by an index, of all ranks; leave it out")
     checkpoint_name(setting.checkpoint)
     check_segments(setting.checkpoint, setting.layers_per_checkpoint)
     offload_name(setting.offload)

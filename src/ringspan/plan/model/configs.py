@@ -9,6 +9,7 @@ from typing import Any, Final
 from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.files.named import read_small
 from ringspan.core.messages.lines import one_line
+from ringspan.core.selection import Index
 from ringspan.plan.model.hub import from_hub
 from ringspan.plan.model.kinds import Kept, LayerKind, Scan
 from ringspan.plan.model.media import NO_MEDIA, Media
@@ -28,6 +29,8 @@ def _shape(name: str, row: Mapping[str, Any]) -> ModelShape:
 
 def _kind(values: Mapping[str, Any]) -> LayerKind:
     scan = Scan(**values["scan"]) if "scan" in values else None
+    if "index" in values:
+        values = {**values, "index": Index(**values["index"])}
     linears, kept = tuple(values.get("linears", (0, 0, 0))), tuple(Kept(*row) for row in values["kept"])
     return LayerKind(**{**values, "kept": kept, "linears": linears, "scan": scan})
 

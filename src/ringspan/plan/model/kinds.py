@@ -3,6 +3,8 @@
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
+from ringspan.core.selection import Index
+
 
 @dataclass(frozen=True, kw_only=True)
 class Scan:
@@ -56,7 +58,8 @@ class LayerKind:
     ``rotary`` of each key. ``channels`` are convolved with ``taps`` taps. ``mixed``: numbers per token
     that a recurrence or convolution keeps besides its result. ``linears``: number of linear layers, inputs plus
     outputs, weights. ``shared``: numbers per token that later layers are given, which checkpoints keep. With
-    ``chunks``, tokens attend in consecutive chunks of ``window``.
+    ``chunks``, tokens attend in consecutive chunks of ``window``; with an ``index``, to what it chooses. A layer takes
+    ``streams`` hidden states of a token.
     """
 
     parameters: int
@@ -84,6 +87,8 @@ class LayerKind:
     linears: tuple[int, int, int] = (0, 0, 0)
     frozen: int = 0
     packed: int = 0
+    index: Index | None = None
+    streams: int = 1
 
     @property
     def trained(self) -> int:

@@ -4,7 +4,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, NamedTuple
 
@@ -16,10 +16,16 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
+from ringspan.core.geometry.layout import Layout
+from ringspan.core.selection import Index
+from ringspan.plan.model.indexes import index_of
 from ringspan.plan.model.kinds import PARTS, Kept
 from ringspan.plan.model.measured import WithIntegers, id_of
+from ringspan.torch.model.attention.choice import Choice, attend_to_chosen, choice_of
 from ringspan.torch.model.attention.function import TAKE_MASKS
+from ringspan.torch.model.attention.indexed import choosing_modules, take_over_index
 from ringspan.torch.model.attention.own import own_attention, take_over_attention
+from ringspan.torch.recurrence.current import SequencePass, passing
 
 _TOKENS: Final = 61  # which divides no size of a model: what it divides is per token
 _ATTENTION: Final = "ringspan_counted"
@@ -70,6 +76,8 @@ class LayerRun:
     linears: set[nn.Module] = field(default_factory=set)
     products: Counter[str] = field(default_factory=Counter)
     saved: list[_Saved] = field(default_factory=list)
+    index: Index | None = None
+    input: int = 0
     inputs: list[_Saved] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
     shared: int = 0
@@ -86,13 +94,39 @@ class _Attention(torch.autograd.Function):
     """Keeps q, k, v; the rest of what a ring keeps is counted by formula."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, is_choosing: bool) -> Tensor:
         ctx.save_for_backward(query, key, value)
-        return query.new_empty(query.shape[0], query.shape[2], query.shape[1], value.shape[-1])
+        batch, heads, tokens, _ = query.shape
+        if is_choosing:
+            return query.new_empty(batch, heads, tokens, value.shape[-1])
+        return query.new_empty(batch, tokens, heads, value.shape[-1]).transpose(1, 2)
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: object) -> object:
         raise NotImplementedError
+
+
+class _Counted(NamedTuple):
+    """Attention to latents on one rank (``ringspan.torch.model.attention.choice.Asked``)."""
+
+    module: nn.Module
+    layer: LayerRun
+    compute: Callable[[Tensor, Tensor, Tensor], Tensor]
+
+    def attend(self, q: Tensor, latents: Tensor, choice: Choice, values: slice) -> Tensor:
+        self.layer.index = index_of(self.module, choice, latents.shape[-1])
+        if not choice.chosen:
+            choice.chosen = [q.new_empty(len(q), q.shape[2], self.layer.index.topk, 1)]
+        return self.compute(q, latents[:, None], latents[:, None, :, values])
+
+
+def _attend_to_choice(
+    module: nn.Module, qkv: tuple[Tensor, Tensor, Tensor], choice: Choice, counted: _Counted
+) -> Tensor:
+    if hasattr(module, "expand_kv"):
+        return attend_to_chosen(module, *qkv[:2], choice, counted)
+    counted.layer.index = index_of(module, choice, sum(x.shape[1] * x.shape[-1] for x in qkv[1:]))
+    return counted.compute(*qkv).transpose(1, 2)
 
 
 def first_alike(layers: list[nn.Module], others: Iterable[Any]) -> list[int]:
@@ -167,6 +201,7 @@ def run_layers(
     model: nn.Module, decoder: PreTrainedModel, layers: list[nn.Module], first: list[int]
 ) -> tuple[list[LayerRun], LayerRun]:
     """Run a model on the meta device; watch its layers (equal ones share a run), and what is around them."""
+    take_over_index(decoder, choosing_modules(decoder))
     try:
         return _run(model, decoder, layers, first, torch.ones(1, _TOKENS, dtype=torch.int64, device="meta"))
     except (RuntimeError, NotImplementedError):  # of code that asks for tokens' positions
@@ -179,18 +214,25 @@ def _run(
 ) -> tuple[list[LayerRun], LayerRun]:
     watch, runs = _Watch(model), [LayerRun() for _ in layers]
 
-    def attend(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *_: object, **__: object
-    ) -> tuple[Tensor, None]:
-        watch.layer.heads = max(
-            watch.layer.heads, Heads(query.shape[1], key.shape[1], query.shape[-1], value.shape[-1])
-        )
-        watch.layer.callers.append(module)
-        out = _Attention.apply(query, key, value)
+    def compute(query: Tensor, key: Tensor, value: Tensor, *, is_choosing: bool = True) -> Tensor:
+        heads = Heads(query.shape[1], key.shape[1], query.shape[-1], value.shape[-1])
+        watch.layer.heads = max(watch.layer.heads, heads)
+        out = _Attention.apply(query, key, value, is_choosing)
         watch.ignore(out)
-        return out, None
+        return out
+
+    def attend(
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: object = None, *_: object, **given: Any
+    ) -> tuple[Tensor, None]:
+        watch.layer.callers.append(module)
+        choice = choice_of(given, mask)
+        if choice is None:
+            return compute(query, key, value, is_choosing=False).transpose(1, 2), None
+        return _attend_to_choice(module, (query, key, value), choice, _Counted(module, watch.layer, compute)), None
 
     AttentionInterface.register(_ATTENTION, attend)
+    if choosing_modules(decoder):
+        AttentionMaskInterface.register(_ATTENTION, lambda **_: torch.zeros(1, 1, 1, 0, dtype=torch.bool))
     if type(decoder).__name__ in TAKE_MASKS:
         AttentionMaskInterface.register(_ATTENTION, lambda **_: torch.zeros(()))
     if decoder.config._attn_implementation == _ATTENTION:
@@ -204,7 +246,9 @@ def _run(
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    with _hooked(watch, runs, decoder, layers, first), watch.counter, saved_tensors_hooks(watch.note, lambda x: x):
+    sequence = SequencePass((Layout("contiguous", _TOKENS, 1),), None)
+    kept = saved_tensors_hooks(watch.note, lambda x: x)
+    with _hooked(watch, runs, decoder, layers, first), passing(sequence), watch.counter, kept:
         out = decoder(input_ids=tokens, use_cache=False)
         watch.switch("")
         for run in (*runs, watch.outside):
@@ -229,6 +273,7 @@ def _hooked(
         return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, made[number])
 
     def begin_layer(run: LayerRun, given: list[Tensor]) -> None:
+        run.input = given[0].numel() // _TOKENS
         watch.share(*given[1:])
         watch.switch("", run)
 
@@ -245,6 +290,9 @@ def _hooked(
         watch.norms -= 1
 
     def end_layer(number: int, out: object) -> None:
+        index = runs[number].index
+        if index and any(isinstance(each, Choice) for each in tree_leaves(out)):
+            runs[number].index = replace(index, is_passed=True)
         watch.switch("", watch.outside)
         made[number] = out
 
@@ -259,7 +307,7 @@ def _hooked(
             if isinstance(module, (nn.Linear, Conv1D)):
                 on(module, None, lambda _, run=run, module=module: run.linears.add(module))
             # Norms that run in chunks of tokens (``blockwise.norm``).
-            if is_norm(module) and not isinstance(module, nn.LayerNorm) and any(True for _ in module.parameters()):
+            if is_norm(module) and not isinstance(module, nn.LayerNorm) and module._parameters:
                 on(module, partial(begin_norm, run), end_norm)
     inside = {module for layer in layers for module in layer.modules()}
     for path, module in decoder.named_modules():

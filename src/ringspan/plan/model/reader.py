@@ -19,8 +19,9 @@ from ringspan.plan.model.layers import LayerRun, first_alike, kept_around, kept_
 from ringspan.plan.model.scans import scan_of
 from ringspan.plan.model.shapes import ModelShape
 from ringspan.torch.layers.decoder import LayerKind as Seen
-from ringspan.torch.layers.decoder import decoder_of, has_index, layer_kinds, layers_of, text_config
+from ringspan.torch.layers.decoder import decoder_of, layer_kinds, layers_of, text_config
 from ringspan.torch.layers.positions import num_learned_positions, num_trained_positions
+from ringspan.torch.model.attention.indexed import choosing_modules
 from ringspan.torch.model.recurrent import stateful_modules
 from ringspan.torch.model.support import UNSUPPORTED_FIELDS, refuse_config
 from ringspan.torch.tensor_parallel.split import placements_of, refuse_split
@@ -61,10 +62,6 @@ def built(auto: Any, values: Mapping[str, Any], name: str) -> PreTrainedModel:
         kind = values["model_type"]
         raise ConfigError(f"{name}: transformers builds no {kind} model of its config: {one_line(error)}") from error
     refuse_config(model.config)
-    if has_index(text_config(model.config)):
-        raise UnsupportedError(
-            f"{name}: the planner does not count an index that chooses keys; measure a few steps with ringspan train"
-        )
     return model
 
 
@@ -86,6 +83,8 @@ def decoder_values(model: PreTrainedModel, name: str) -> dict[str, Any]:
     first = first_alike(layers, zip(sees, stacks, strict=True))
     try:
         runs, outside = run_layers(model, decoder, layers, first)
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{name}: {error}") from error
     except Exception as error:  # of code that asks for values
         raise UnsupportedError(
             f"{name}: the planner cannot run {kind} without values: {one_line(error, 80)}"
@@ -120,6 +119,8 @@ def decoder_values(model: PreTrainedModel, name: str) -> dict[str, Any]:
 
 def _split(model: PreTrainedModel, decoder: PreTrainedModel) -> tuple[str, set[Tensor]]:
     """Return why tensor parallelism cannot split a model, and the parameters that it splits."""
+    if choosing_modules(decoder):
+        return "heads of layers with an index are not split yet; use tp=1", set()
     if stateful_modules(decoder):
         return "layers with states have no tensor-parallel plan; use tp=1", set()
     try:
@@ -189,13 +190,15 @@ class _Facts:
             products=products,
             intermediate=round(used / (products * self.size)),
             **self.run.heads._asdict(),
-            **_latents_of(self.run.callers),
+            **({} if self.run.index else _latents_of(self.run.callers)),
             calls=max(1, len(self.run.callers)),
             window=(sees.chunk or sees.window) if self.run.callers else None,
             chunks=bool(sees.chunk and self.run.callers),
             linears=(len(linears), sum(sum(x.shape) for x in linears), sum(x.numel() for x in linears)),
             kept=self._kept(),
             shared=self.run.shared,
+            index=self.run.index,
+            streams=max(1, self.run.input // self.size),
             scan=scan,
             channels=channels,
             taps=taps,

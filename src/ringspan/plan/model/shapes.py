@@ -113,12 +113,20 @@ class ModelShape:
     def has_states(self) -> bool:
         return any(kind.scan or kind.halo for kind in self.kinds)
 
+    @property
+    def has_index(self) -> bool:
+        return any(kind.index for kind in self.kinds)
+
+    @cached_property
+    def streams(self) -> int:
+        return max(kind.streams for kind in self.kinds)
+
     @cached_property
     def is_plain(self) -> bool:
         """True for text without states or experts, whose layers differ in windows at most."""
         is_dense = self.active_parameters == self.parameters and self.head_dim == self.attention.value_dim
         alike = len({replace(kind, window=None) for kind in self.kinds}) == 1
-        return is_dense and alike and not self.has_states and not self.sees
+        return is_dense and alike and not (self.has_states or self.sees or self.has_index)
 
     @property
     def placed_tokens(self) -> int:

@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -86,6 +86,10 @@ class AskedOfCache(NamedTuple):
         of_heads = Choice(None, [choice.chosen[0].repeat_interleave(heads, 0)])
         of_queries = q.unflatten(1, (heads, -1)).flatten(0, 1)
         return self.attend(of_queries, kv.flatten(0, 1), of_heads, values).unflatten(0, (-1, heads)).flatten(1, 2)
+
+
+class Attends(Protocol):
+    def attend(self, q: Tensor, latents: Tensor, choice: "Choice", values: slice) -> Tensor: ...
 
 
 class Choice:
@@ -181,9 +185,7 @@ def rotation_of(index: nn.Module) -> Any:
     return next(code.__globals__[name] for name in _ROTATIONS if name in code.__code__.co_names)
 
 
-def attend_to_chosen(
-    module: nn.Module, query: Tensor, latents: Tensor, choice: Choice, asked: Asked | AskedOfCache
-) -> Tensor:
+def attend_to_chosen(module: nn.Module, query: Tensor, latents: Tensor, choice: Choice, asked: Attends) -> Tensor:
     """Attend to latents: absorbed queries (B, H, T, n + P) give (B, T, H, v)."""
 
     def attend(q: Tensor) -> Tensor:

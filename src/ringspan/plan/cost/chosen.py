@@ -1,0 +1,104 @@
+"""Seconds and bytes of attention to keys that an index chooses, by the events of its passes."""
+
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Final
+
+from ringspan.core.geometry.layout import CustomLayout, Layout
+from ringspan.core.geometry.mask import Mask, causal
+from ringspan.core.names import LayoutName
+from ringspan.core.schedule.choosing import ChoosingPart, backward, forward
+from ringspan.core.schedule.steps import Event, Free, Make
+from ringspan.core.schedule.timing import Pass, Speeds, pair_flops, slowest, stretched
+from ringspan.core.schedule.workspace import Shape
+from ringspan.core.selection import Index, exchanged, scored_and_chosen, scored_and_chosen_causally, seen_by
+
+_MOST_RANKS: Final = 64  # of which each stands for several of more
+_TOKENS: Final = 64  # of a rank, which stand for all: what is exchanged grows with them
+
+
+@lru_cache(maxsize=1024)
+def chosen_passes(layout: Layout, mask: Mask, shape: Shape, speeds: Speeds) -> tuple[Pass, Pass]:
+    """Return forward and backward on the slowest rank; of a causal mask the first and the last are asked."""
+    ranks = {0, layout.ranks - 1} if mask == causal() else range(layout.ranks)
+    parts = [_part(layout, mask, rank, shape) for rank in ranks]
+    pairs = (pair_flops(shape, is_backward=back) / speeds.flops for back in (False, True))
+    ahead, back = (
+        slowest(stretched(walk(part), pair, part.rank, speeds) for part in parts)
+        for walk, pair in zip((forward, backward), pairs, strict=True)
+    )
+    return ahead, back
+
+
+@lru_cache(maxsize=4096)
+def chosen_bytes(layout: LayoutName, length: int, ranks: int, shape: Shape) -> tuple[int, int]:
+    """Return the most bytes that backward holds in one moment: of sums, and in transit."""
+    parts = (_part(Layout(layout, length, ranks), causal(), rank, shape) for rank in {0, ranks - 1})
+    sums, in_transit = max((_most(backward(part)) for part in parts), key=sum)
+    return round(sums), round(in_transit)
+
+
+def even_choice(length: int, ranks: int, shape: Shape, speeds: Speeds) -> tuple[Pass, Pass]:
+    """Return passes of evenly shared work that sends nothing."""
+    part = _part(Layout("contiguous", length, 1), causal(), 0, shape)
+    ahead = (part.choosing + part.attending) * pair_flops(shape, is_backward=False)
+    back = part.attending * pair_flops(shape, is_backward=True)
+    forward, backward = (Pass(each, each, 0.0, 0.0) for each in (work / ranks / speeds.flops for work in (ahead, back)))
+    return forward, backward
+
+
+def attended_pairs(index: Index, length: int) -> float:
+    """Count the pairs of a causal sequence's attention."""
+    return _pairs(Layout("contiguous", length, 1), causal(), 0, index)[1]
+
+
+def scoring_flops(index: Index, length: int) -> float:
+    """Return what scoring a causal sequence's keys takes."""
+    return 2.0 * index.scored * _pairs(Layout("contiguous", length, 1), causal(), 0, index)[0]
+
+
+def _part(layout: Layout, mask: Mask, rank: int, shape: Shape) -> ChoosingPart:
+    index, is_causal = shape.index, mask == causal()
+    assert index is not None, "it chooses"
+    few, times = layout, 1.0
+    if is_causal and layout.tokens_per_rank > _TOKENS:
+        few = Layout(layout.name, _TOKENS * min(layout.ranks, _MOST_RANKS), min(layout.ranks, _MOST_RANKS))
+        times = layout.padded_length / few.length
+    scored, chosen = _pairs(layout, mask, rank, index)
+    heads = shape.heads * (shape.head_dim + shape.value_dim)
+    return ChoosingPart(
+        rank=min(rank, few.ranks - 1),
+        tokens=exchanged(few, mask, min(rank, few.ranks - 1)),
+        own=few.tokens_per_rank,
+        key_bytes=round(times * shape.itemsize * shape.kv_numbers),
+        gradient_bytes=round(times * shape.sum_itemsize * shape.kv_numbers),
+        index_bytes=round(times * shape.batch * shape.itemsize * index.key),
+        choosing=scored * index.scored / heads,
+        attending=chosen,
+    )
+
+
+def _pairs(layout: Layout, mask: Mask, rank: int, index: Index) -> tuple[float, float]:
+    """Return the pairs that one rank's queries score, and those that they attend to."""
+    if mask == causal() and layout.name != "striped" and not isinstance(layout, CustomLayout):
+        spans = layout.spans(rank)
+        scored, chosen = scored_and_chosen_causally(spans, layout.length, index.topk, index.size)
+    elif mask == causal() and not isinstance(layout, CustomLayout):  # of which each rank has the same share
+        whole = Layout("contiguous", layout.length, 1).spans(0)
+        counts = scored_and_chosen_causally(whole, layout.length, index.topk, index.size)
+        scored, chosen = (each / layout.ranks for each in counts)
+    else:
+        seen = seen_by(mask, layout.positions(rank), layout.length)
+        scored, chosen = scored_and_chosen(seen, index.topk, index.size)
+    return scored, index.keys * chosen + index.others * layout.tokens_per_rank
+
+
+def _most(events: Iterable[Event]) -> tuple[float, float]:
+    """Return the bytes held at the highest moment, in sums and in transit."""
+    held = {True: 0.0, False: 0.0}
+    most = 0.0, 0.0
+    for event in events:
+        if isinstance(event, Make | Free):
+            held[event.buffer.is_sum] += event.buffer.num_bytes * (1 if isinstance(event, Make) else -1)
+            most = max(most, (held[True], held[False]), key=sum)
+    return most

@@ -1,0 +1,51 @@
+"""Indexes that choose a layer's keys, from the choices that their modules hand to attention, or from the modules."""
+
+from collections.abc import Callable
+from typing import Any, Final
+
+from torch import nn
+
+from ringspan.core.errors import UnsupportedError
+from ringspan.core.selection import Index
+from ringspan.torch.model.attention.choice import Choice
+from ringspan.torch.model.attention.pooled import BlockIndex, GatedPools, PooledIndex
+
+
+def index_of(module: Any, choice: Choice, token: int) -> Index:
+    """Return the index of an attention module, which fetches ``token`` numbers of each token."""
+    made = getattr(module, "indexer", None)
+    if choice.index is not None:
+        topk, (heads, size) = choice.index.topk, choice.index.q.shape[-2:]
+        return Index(topk=topk, token=token, scored=heads * size, key=choice.index.k.shape[-1], kept=topk)
+    for kind, facts in _POOLED.items() if isinstance(made, nn.Module) else ():
+        if isinstance(made, kind):
+            return facts(made, token)
+    if not choice.chosen:
+        raise UnsupportedError(
+            "the planner does not count entries that pool tokens next to a window; measure a few steps with "
+            "ringspan train"
+        )
+    return Index(topk=choice.chosen[0].shape[2 if choice.chosen[0].ndim < 5 else 3], token=token)
+
+
+def _blocks(of: Any, token: int) -> Index:
+    heads, size = of.q_proj.out_features // of.head_dim, of.block_size
+    kept = heads * of.topk_blocks * size
+    scored = heads * of.head_dim * size  # of each token
+    return Index(topk=of.topk_blocks, token=token, size=size, keys=size, scored=scored, key=of.head_dim, kept=kept)
+
+
+def _pools(heads: int, dim: int, size: int, topk: int, token: int) -> Index:
+    """Return an index of pools of ``size`` tokens; a query also attends to those after its last pool."""
+    options = {"size": size, "keys": size, "others": (size - 1) / 2, "kept": topk * size + size - 1}
+    return Index(topk=topk, token=token, scored=heads * dim, key=dim / size, **options)
+
+
+# By what chooses in the place of transformers' index.
+_POOLED: Final[dict[type, Callable[[Any, int], Index]]] = {
+    BlockIndex: _blocks,
+    PooledIndex: lambda of, token: _pools(of.index_n_heads, of.index_head_dim, of.compress_ratio, of.block_topk, token),
+    GatedPools: lambda of, token: _pools(
+        of.n_heads, of.head_dim, of.index_kpool, of.index_topk // of.index_kpool, token
+    ),
+}
