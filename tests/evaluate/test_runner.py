@@ -94,10 +94,10 @@ def test_common_words_are_those_of_one_process(folder, expected, tmp_path, ranks
         check(settings, result, wanted)
 
 
-@pytest.mark.parametrize("kind", ["llama", "deepseek_v32"])
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v32", *long("minimax_m3_vl_text")])
 def test_perplexity_is_that_of_one_process(folder, tmp_path, kind):
     if kind != "llama":
-        folder = save(tmp_path / kind, model_type=kind, **CONFIGS[kind])
+        folder = save(tmp_path / kind, model_type=kind, num_hidden_layers=4, **CONFIGS[kind])
     settings = EvalSettings(folder=str(folder), task=PERPLEXITY, lengths=(333,), items=2)
     ((result,), _) = launch(evaluate_ranks, 2, [settings], str(tmp_path), threads=1)
     tokenizer = AutoTokenizer.from_pretrained(folder)

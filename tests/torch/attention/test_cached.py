@@ -1,5 +1,6 @@
 """Attention to a cache in shares, on rings of threads, against the float64 oracle: any turns, masks, padding, index."""
 
+from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
 
@@ -15,7 +16,7 @@ from ringspan.core.geometry.shares import Shares
 from ringspan.torch.attention import cached
 from ringspan.torch.attention.cached import Reach, Turn, merged
 from ringspan.torch.attention.index import cached as index_cached
-from ringspan.torch.attention.index.chosen import IndexInputs
+from ringspan.torch.attention.index.chosen import Blocks, IndexInputs
 from ringspan.torch.attention.request import Request
 from ringspan.torch.generate.passes import layer_mask
 from ringspan.torch.kernels.contract import Scores
@@ -52,7 +53,7 @@ class Group:
 class Collectives:
     """Of torch.distributed what ``cached`` uses."""
 
-    ProcessGroup = Group
+    ProcessGroup, ReduceOp = Group, torch.distributed.ReduceOp
 
     @staticmethod
     def get_world_size(group: Group) -> int:
@@ -61,6 +62,12 @@ class Collectives:
     @staticmethod
     def all_gather(places: list[Tensor], mine: Tensor, group: Group) -> None:
         group.all_gather(places, mine)
+
+    @staticmethod
+    def all_reduce(mine: Tensor, op: Any, group: Group) -> None:
+        assert op == torch.distributed.ReduceOp.MAX
+        group.all_gather(every := [torch.empty_like(mine) for _ in range(group.ranks)], mine)
+        mine.copy_(torch.stack(every).amax(0))
 
 
 @pytest.fixture(autouse=True)
@@ -151,8 +158,9 @@ class Text:
                 assert is_split or torch.equal(out, parts[0][1]), "all that compute a token get the same bits"
         return whole
 
-    def _on_rank(self, group: Group, turns: list[tuple[int, bool]]) -> list[tuple[Tensor, Tensor]]:
-        shares, results = Shares(group.ranks), []
+    def turns_of(self, group: Group, turns: list[tuple[int, bool]]) -> Iterator[tuple[Turn, Tensor]]:
+        """Yield a rank's turns, and positions of its share of the keys."""
+        shares = Shares(group.ranks)
         for count, is_split in turns:
             start = shares.length
             first = self.first_seen(start)
@@ -160,7 +168,11 @@ class Text:
             keys = shares.held(first)
             held = torch.from_numpy(keys.positions(group.rank)).clamp_max(self.length - 1)
             masks = tuple(layer_mask(self.kind, start, start + count, real) for real in (self.real or (None,)))
-            turn = Turn(group, group.rank, new, is_split, {self.kind: Reach(keys, masks)})  # pyright: ignore[reportArgumentType]
+            yield Turn(group, group.rank, new, is_split, {self.kind: Reach(keys, masks)}), held  # pyright: ignore
+
+    def _on_rank(self, group: Group, turns: list[tuple[int, bool]]) -> list[tuple[Tensor, Tensor]]:
+        results = []
+        for turn, held in self.turns_of(group, turns):
             q, k, v = self.q[:, :, turn.positions], self.k[:, :, held], self.v[:, :, held]
             scale, softcap = self.scores.scale, self.scores.softcap
             if self.topk:
@@ -198,12 +210,23 @@ def padded(length: int, left: int, hole: tuple[int, int]) -> tuple[tuple[int, in
     return tuple((first, many) for first, many in runs if many > 0)
 
 
+def all_padded(length: int, paddings: list[tuple[int, int, int]]) -> list[tuple[tuple[int, int], ...]] | None:
+    left = [min(each, length - 1) for each, _, _ in paddings]
+    return [
+        padded(length, first, (max(first + 1, hole), count))
+        for first, (_, hole, count) in zip(left, paddings, strict=True)
+    ] or None
+
+
+any_padding = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 25), st.integers(0, 5)), max_size=3)
+
+
 @given(
     st.integers(1, 4),
     turn_counts,
     st.sampled_from(["window", "chunk", "all", "index"]),
     st.integers(1, 20),
-    st.lists(st.tuples(st.integers(0, 9), st.integers(0, 25), st.integers(0, 5)), max_size=3),
+    any_padding,
     st.sampled_from([0.0, 1.5]),
     st.booleans(),
 )
@@ -212,14 +235,45 @@ def test_reading_and_writing_in_any_turns_is_dense_attention(ranks, turns, reach
     turns = [(max(count, 2 * ranks) if is_split else count, is_split) for count, is_split in turns]
     length = sum(count for count, _ in turns)
     kind, topk = LayerKind(**({reach: size} if reach in ("window", "chunk") else {})), size * (reach == "index")
-    real = None
-    if paddings:
-        left = [min(each, length - 1) for each, _, _ in paddings]
-        real = [
-            padded(length, first, (max(first + 1, hole), count))
-            for first, (_, hole, count) in zip(left, paddings, strict=True)
-        ]
-    check(Text(length, kind, real, softcap * (not topk), has_sinks, topk), ranks, turns)
+    check(Text(length, kind, all_padded(length, paddings), softcap * (not topk), has_sinks, topk), ranks, turns)
+
+
+def best_blocks(products: np.ndarray, keys: np.ndarray, blocks: Blocks) -> np.ndarray:
+    """Return those of a query's keys, in order, that lie in the best blocks by products (S,)."""
+    numbers = np.arange(len(keys)) // blocks.size
+    scores = np.full(numbers.max(initial=0) + 1, -np.inf)
+    np.maximum.at(scores, numbers, products[keys])
+    scores[np.maximum(len(scores) - 1 - np.arange(blocks.always), 0)] = np.inf
+    return keys[np.isin(numbers, np.argsort(-scores, kind="stable")[: blocks.topk])]
+
+
+@given(
+    st.integers(1, 4), turn_counts, st.builds(Blocks, st.integers(1, 9), st.integers(1, 4), st.integers(0, 2)),
+    any_padding,
+)  # fmt: skip
+@examples(30, deadline=None)
+def test_blocks_are_those_of_each_row_alone(ranks, turns, blocks, paddings):
+    """They lie on several ranks, and many of their scores are equal."""
+    turns = [(max(count, 2 * ranks) if is_split else count, is_split) for count, is_split in turns]
+    length = sum(count for count, _ in turns)
+    text = Text(length, LayerKind(), all_padded(length, paddings))
+    iq, ik, _ = text.index
+
+    def chosen(rank: int, transport: FakeTransport) -> list[tuple[Tensor, Tensor]]:
+        group, found = Group(rank, ranks, transport), []
+        for turn, held in text.turns_of(group, turns):
+            asked = iq[:, :, turn.positions].transpose(1, 2), ik[:, 0, held]
+            reach = turn.reaches[text.kind]
+            found.append((turn.positions, index_cached.choose_blocks_of_cache(turn, reach, *asked, blocks)))
+        return found
+
+    for positions, found in (turn for turns in on_ranks(ranks, chosen)[0] for turn in turns):
+        for row, of_row in enumerate(found.numpy()):
+            products, seen = (iq[row] @ ik[row, 0].T).numpy(), text.seen(row)
+            for head, column in np.ndindex(of_row.shape[:2]):
+                query, keys = int(positions[column]), of_row[head, column]
+                wanted = best_blocks(products[head, query], np.flatnonzero(seen[query]), blocks)
+                assert np.array_equal(np.sort(keys[keys >= 0]), wanted)
 
 
 @pytest.mark.parametrize("has_sinks", [False, True])

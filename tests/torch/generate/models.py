@@ -30,6 +30,13 @@ CONFIGS = {
     "glm_moe_dsa": {
         **_INDEXED, "indexer_types": ["full", "shared"] * 2, "mlp_layer_types": ["dense", "sparse"] * 2,
     },
+    "minimax_m3_vl_text": {
+        "head_dim": 8, "rotary_dim": 4, "dense_intermediate_size": 48, "shared_intermediate_size": 16,
+        "num_local_experts": 4, "num_experts_per_tok": 2, "index_n_heads": 2, "index_head_dim": 8,
+        "index_block_size": 4, "index_topk_blocks": 3, "index_local_blocks": 1,
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        "mlp_layer_types": ["dense", "sparse"] * 2,
+    },
     "llama4_text": {
         "attention_chunk_size": 8,
         "layer_types": ["chunked_attention", "chunked_attention", "chunked_attention", "full_attention"],

@@ -210,7 +210,7 @@ def refuse_states(model: RingModel) -> None:
     elif uses_alibi(decoder):
         reason = "its attention has ALiBi, which a pass over a cache does not compute yet"
     elif has_index(decoder.config) and decoder.config.model_type in UNCACHED_INDEXES:
-        reason = "its index chooses blocks or entries, which no cache of a ring holds yet"
+        reason = "its index chooses entries, which no cache of a ring holds yet"
     elif model.ring_stateful:
         reason = why_no_cache(decoder)
     if reason:

@@ -37,9 +37,9 @@ INDEXED_LAYERS: Final[dict[str, tuple[str, ...]]] = {
 """Layers of each type whose queries attend to keys that an index chooses, or to entries that pool them."""
 
 
-POOLED_INDEXES: Final = frozenset({"deepseek_v4", "glm5_next_text", "minimax_m3_vl_text", "qwen4_exp_text"})
-"""Types whose index chooses blocks, pools or entries, counted from a row's first real token."""
-UNCACHED_INDEXES: Final = frozenset({"deepseek_v4", "minimax_m3_vl_text"})
+POOLED_INDEXES: Final = frozenset({"deepseek_v4", "glm5_next_text", "qwen4_exp_text"})
+"""Types whose index chooses pools or entries, counted from a row's first real token."""
+UNCACHED_INDEXES: Final = frozenset({"deepseek_v4"})
 """Types whose index no cache holds yet."""
 
 

@@ -76,7 +76,13 @@ def load_and_ask(mesh: DeviceMesh, name: str, folder: Path, batch: int = 1, **op
 
 @pytest.mark.parametrize(
     ("name", "others"),
-    [("gpt_oss", (1, 3)), ("glm_moe_dsa", (1, 3)), *long(("deepseek_v3", (3,))), *long(("llama4_text", (1, 2, 3)))],
+    [
+        ("gpt_oss", (1, 3)),
+        ("glm_moe_dsa", (1, 3)),
+        ("minimax_m3_vl_text", (3,)),
+        *long(("deepseek_v3", (3,))),
+        *long(("llama4_text", (1, 2, 3))),
+    ],
 )
 def test_loaded_on_other_ranks_it_goes_on_as_one_process_would(pool, tmp_path, name, others):
     folder = tmp_path / "book"

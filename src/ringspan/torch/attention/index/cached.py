@@ -14,9 +14,9 @@ from torch import Tensor
 from ringspan.core.arguments import SPLIT_FROM_TOKENS
 from ringspan.core.geometry.layout import CustomLayout
 from ringspan.torch.attention.cached import Reach, Turn, merged
-from ringspan.torch.attention.index.chosen import IndexInputs, attend, candidates, first_of
+from ringspan.torch.attention.index.chosen import Blocks, IndexInputs, attend, candidates, choose_blocks, first_of
 from ringspan.torch.attention.index.indexed import attend_fetched
-from ringspan.torch.attention.index.windows import Row, passing_tokens
+from ringspan.torch.attention.index.windows import Row, passing_tokens, visible
 from ringspan.torch.transport.agreement import one_at_a_time
 
 
@@ -31,10 +31,13 @@ def attend_to_cache(
     """
     if index is not None:
         index = index._replace(topk=min(index.topk, reach.keys.length))
-    # One rank alone splits nothing, but has as many queries, whose scores are not to exist at once.
-    is_alone = turn.new.ranks == 1 and q.shape[2] >= SPLIT_FROM_TOKENS
-    attend_here = _fetching if turn.is_split or is_alone else _merging
+    attend_here = _fetching if _fetches(turn) else _merging
     return attend_here(turn, reach, q, kv, index, chosen, values, scale, sinks)
+
+
+def _fetches(turn: Turn) -> bool:
+    # One rank alone splits nothing, but has as many queries, whose scores are not to exist at once.
+    return turn.is_split or (turn.new.ranks == 1 and len(turn.kept) >= SPLIT_FROM_TOKENS)
 
 
 def _fetching(
@@ -43,9 +46,8 @@ def _fetching(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     results: list[tuple[Tensor, Tensor, Tensor]] = []
     each = len(q) // len(reach.masks)  # some sequences, or the key heads of one
-    for number, mask in enumerate(reach.masks):
+    for number, row in enumerate(_rows(turn, reach, q.device)):
         part = slice(number * each, (number + 1) * each)
-        row = Row(mask.spec, turn.queries, turn.rank, q.device, reach.keys)
         of_row = None if index is None else index.of_rows(part)
         given = None if chosen is None else chosen[part]
         with passing_tokens(kv[part], turn.group) as exchange:
@@ -73,6 +75,49 @@ def best_of_shares(index: IndexInputs, positions: Tensor, sees: Tensor, group: d
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(every, mine, group=group)
     return first_of(torch.cat(every, -1), index.topk)
+
+
+def _rows(turn: Turn, reach: Reach, device: torch.device) -> list[Row]:
+    return [Row(mask.spec, turn.queries, turn.rank, device, reach.keys) for mask in reach.masks]
+
+
+def choose_blocks_of_cache(turn: Turn, reach: Reach, q: Tensor, k: Tensor, blocks: Blocks) -> Tensor:
+    """Return positions (B, H, n, topk size), int32, of the keys that heads of q (B, n, H, D) choose; -1 for none.
+
+    k (B, M, D) are this rank's share. A block may lie on several ranks, and begins with its row's first real token.
+    """
+    rows = _rows(turn, reach, q.device)
+    if _fetches(turn):
+        parts = zip(rows, q.split(len(q) // len(rows)), k.split(len(q) // len(rows)), strict=True)
+        return torch.cat([_blocks_of_fetched(turn, *part, blocks) for part in parts])
+    _, sees = _share(reach, turn.queries, turn.rank, q.device)
+    numbers, seen = (x.expand(len(q), -1) for x in _numbers(reach, turn.queries, turn.rank, q.device))
+    products = torch.einsum("bthd,bmd->bthm", q.float(), k.float()).masked_fill_(~sees[:, :, None], -torch.inf)
+    scores = products.new_full((*products.shape[:-1], 1 + int(seen.max()) // blocks.size), -torch.inf)
+    of_blocks = (numbers // blocks.size).clamp(max=scores.shape[-1] - 1)[:, None, None].expand_as(products)
+    scores.scatter_reduce_(-1, of_blocks, products, "amax")
+    with one_at_a_time(turn.group):
+        dist.all_reduce(scores, dist.ReduceOp.MAX, group=turn.group)
+    chosen = blocks.best(scores, seen[..., None, None])
+    parts = zip(rows, chosen.split(len(q) // len(rows)), strict=True)
+    return torch.cat([row.position_of(part) for row, part in parts]).to(torch.int32).transpose(1, 2).contiguous()
+
+
+def _blocks_of_fetched(turn: Turn, row: Row, q: Tensor, k: Tensor, blocks: Blocks) -> Tensor:
+    fetch, first, stop = visible(row)
+    with passing_tokens(k, turn.group) as exchange:
+        keys = fetch.start(k, exchange).finish()
+    return fetch.at(choose_blocks(q, keys, first, stop, blocks))
+
+
+@lru_cache(maxsize=4)
+def _numbers(reach: Reach, queries: CustomLayout, rank: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return numbers of a rank's keys among the real ones (B, M), and how many of these queries see (B, n)."""
+    rows = [Row(mask.spec, queries, rank, device, reach.keys) for mask in reach.masks]
+    held, before = reach.keys.positions(rank), queries.positions(0) + 1
+    counts = [np.stack([row.real_before(positions) for row in rows]) for positions in (held, before)]
+    numbers, seen = (torch.from_numpy(each).to(device) for each in counts)
+    return numbers, seen
 
 
 @lru_cache(maxsize=4)  # for all layers of a pass

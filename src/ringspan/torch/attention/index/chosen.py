@@ -125,14 +125,35 @@ def first_of(order: Tensor, topk: int) -> Tensor:
     return torch.nn.functional.pad(found, (0, topk - found.shape[-1]), value=-1)
 
 
-def choose_blocks(q: Tensor, k: Tensor, first: Tensor, stop: Tensor, size: int, topk: int, always: int) -> Tensor:
-    """Return the columns (B, H, T, topk size), int32, of the blocks of keys that heads of q (B, T, H, D) choose.
+class Blocks(NamedTuple):
+    """Blocks of keys, which score as the best product of theirs."""
 
-    Blocks of ``size`` keys of k (B, n, D) begin with each query's [first, stop), and score as their best key's product;
-    the last ``always``, down from the query's own, win. -1 for none.
+    size: int
+    topk: int
+    always: int
+    """Blocks down from the query's own that win."""
+
+    def best(self, scores: Tensor, seen: Tensor) -> Tensor:
+        """Return the numbers of keys (..., T, H, topk size), -1 for none, by blocks' scores (..., T, H, n).
+
+        -inf for blocks that a query does not see; of the keys in order it sees the first ``seen`` (..., T, 1, 1).
+        """
+        for back in range(self.always):
+            own = ((seen - 1) // self.size - back).clamp(min=0)
+            scores.scatter_(-1, own.expand(*scores.shape[:-1], 1), torch.inf)
+        order = ordered(scores, torch.arange(scores.shape[-1], device=scores.device))
+        found = first_of(order.masked_fill_(scores == -torch.inf, _NEVER), self.topk)[..., None]
+        keys = found * self.size + torch.arange(self.size, device=scores.device)
+        return keys.masked_fill_((found < 0) | (keys >= seen[..., None]), -1).flatten(-2)
+
+
+def choose_blocks(q: Tensor, k: Tensor, first: Tensor, stop: Tensor, blocks: Blocks) -> Tensor:
+    """Return the columns (B, H, T, topk size), int32, of the keys of k (B, n, D) that heads of q (B, T, H, D) choose.
+
+    Blocks begin with each query's [first, stop). -1 for none.
     """
-    chosen = torch.full((*q.shape[:3], topk * size), -1, dtype=torch.int32, device=q.device)
-    inside = torch.arange(size, device=q.device)
+    size = blocks.size
+    chosen = torch.full((*q.shape[:3], blocks.topk * size), -1, dtype=torch.int32, device=q.device)
     for rows in _alike(first, q.shape[2] * max(1, int((stop - first).max()))):
         begin, end = int(first[rows.start]), int(stop[rows].max())
         seen = (stop[rows] - begin).long()[:, None, None]
@@ -140,15 +161,8 @@ def choose_blocks(q: Tensor, k: Tensor, first: Tensor, stop: Tensor, size: int, 
             scores = torch.einsum("thd,nd->thn", q[row, rows].float(), k[row, begin:end].float())
             scores.masked_fill_(torch.arange(end - begin, device=q.device) >= seen, -torch.inf)
             scores = torch.nn.functional.pad(scores, (0, -scores.shape[-1] % size), value=-torch.inf)
-            blocks = scores.unflatten(-1, (-1, size)).amax(-1)
-            for back in range(always):
-                own = ((seen - 1) // size - back).clamp(min=0)
-                blocks.scatter_(-1, own.expand(*blocks.shape[:2], 1), torch.inf)
-            order = ordered(blocks, torch.arange(blocks.shape[-1], device=q.device))
-            found = first_of(order.masked_fill_(blocks == -torch.inf, _NEVER), topk)[..., None]
-            keys = found * size + inside
-            keys = (keys + begin).masked_fill_((found < 0) | (keys >= seen[..., None]), -1)
-            chosen[row, rows] = keys.flatten(-2).to(torch.int32)
+            keys = blocks.best(scores.unflatten(-1, (-1, size)).amax(-1), seen)
+            chosen[row, rows] = torch.where(keys < 0, -1, keys + begin).to(torch.int32)
     return chosen.transpose(1, 2).contiguous()
 
 

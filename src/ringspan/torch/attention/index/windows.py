@@ -168,9 +168,28 @@ class Row(NamedTuple):
         if self.cached is None:
             return self.local, self.queries()
         each = [self.cached.positions(rank) for rank in range(self.cached.ranks)]
-        regions, length = Mask.parse(self.mask).regions, self.layout.length
-        real = [[(part.k0 <= held) & (held < min(part.k1, length)) for part in regions] for held in each]
+        real = [[(start <= held) & (held < stop) for start, stop in self._real] for held in each]
         return each[self.rank], [held[np.any(parts, 0)] for held, parts in zip(each, real, strict=True)]
+
+    @property
+    def _real(self) -> list[tuple[int, int]]:
+        """Runs [start, stop) of a cache's keys that are not padding."""
+        regions, length = Mask.parse(self.mask).regions, self.layout.length
+        return [(part.k0, max(part.k0, min(part.k1, length))) for part in regions]
+
+    def real_before(self, positions: Integers) -> Integers:
+        """Return how many keys of a cache come before each position."""
+        counts = (np.clip(positions - start, 0, stop - start) for start, stop in self._real)
+        return sum(counts, np.zeros_like(positions))
+
+    def position_of(self, numbers: Tensor) -> Tensor:
+        """Return positions of a cache's keys by their numbers; -1 for -1."""
+        stop = 0
+        positions = torch.full_like(numbers, -1)
+        for start, end in self._real:
+            positions = torch.where(numbers >= stop, numbers - stop + start, positions)
+            stop += end - start
+        return positions
 
     def bounds(self, fetch: Fetch) -> tuple[Tensor, Tensor]:
         """Return the columns [first, stop) of what is fetched that each local query sees, int32 (T,)."""

@@ -82,10 +82,11 @@ class AskedOfCache(NamedTuple):
 
     def attend_heads(self, q: Tensor, kv: Tensor, choice: "Choice", values: slice) -> Tensor:
         """Attend from q (B, H, T, D) to this rank's share of keys and values (B, G, M, C) of each head, and others'."""
-        heads = kv.shape[1]
-        of_heads = Choice(None, [choice.chosen[0].repeat_interleave(heads, 0)])
+        heads, (chosen,) = kv.shape[1], choice.chosen
+        of_heads = chosen.flatten(0, 1) if chosen.ndim == 4 else chosen.repeat_interleave(heads, 0)
         of_queries = q.unflatten(1, (heads, -1)).flatten(0, 1)
-        return self.attend(of_queries, kv.flatten(0, 1), of_heads, values).unflatten(0, (-1, heads)).flatten(1, 2)
+        out = self.attend(of_queries, kv.flatten(0, 1), Choice(None, [of_heads]), values)
+        return out.unflatten(0, (-1, heads)).flatten(1, 2)
 
 
 class Attends(Protocol):

@@ -14,8 +14,8 @@ from torch.nn.functional import linear, pad, silu
 
 from ringspan.torch.attention.cached import current_turn
 from ringspan.torch.attention.handler import handled
-from ringspan.torch.attention.index.cached import best_of_shares
-from ringspan.torch.attention.index.chosen import IndexInputs, all_seen, choose, choose_blocks, packed
+from ringspan.torch.attention.index.cached import best_of_shares, choose_blocks_of_cache
+from ringspan.torch.attention.index.chosen import Blocks, IndexInputs, all_seen, choose, choose_blocks, packed
 from ringspan.torch.attention.index.windows import (
     Attended,
     Row,
@@ -27,6 +27,7 @@ from ringspan.torch.attention.index.windows import (
     windows_of,
 )
 from ringspan.torch.attention.part import accumulation_dtype
+from ringspan.torch.layers.decoder import LayerKind
 from ringspan.torch.layers.modules import Mixin
 from ringspan.torch.model.attention.choice import (
     Asked,
@@ -43,19 +44,24 @@ class BlockIndex(Mixin):
     """MiniMax-M3: each key/value head chooses blocks of keys, which score as the best of them."""
 
     @torch.no_grad()
-    def forward(self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], *_: object) -> Choice:
+    def forward(
+        self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], cache: Any, _: object
+    ) -> Choice:
         if (all_ := everything(hidden_states, self.topk_blocks * self.block_size)) is not None:
             return all_
         q = self.q_norm(self.q_proj(hidden_states).unflatten(-1, (-1, self.head_dim)))
         k = self.k_norm(self.k_proj(hidden_states)[:, :, None])
         turns = (x[..., : self.head_dim] for x in position_embeddings)
         q, k = rotation_of(self)(q, k, *turns, unsqueeze_dim=2)
-        sizes = self.block_size, self.topk_blocks, self.local_blocks
+        blocks, turn = Blocks(self.block_size, self.topk_blocks, self.local_blocks), current_turn()
+        if turn is not None:
+            keys = cache.layers[self.layer_idx].update_indexer(k[:, :, 0])
+            return Choice(None, [choose_blocks_of_cache(turn, turn.reaches[LayerKind()], q, keys, blocks)])
 
         def chosen(part: slice, row: Row) -> Tensor:
             fetch, first, stop = visible(row)
             keys = fetched(k[part, :, 0], fetch, group_now())
-            return fetch.at(choose_blocks(q[part], keys, first, stop, *sizes))
+            return fetch.at(choose_blocks(q[part], keys, first, stop, blocks))
 
         return _choice(chosen, q.device)
 
