@@ -71,10 +71,14 @@ OF_AN_INDEX: tuple[Any, ...] = read, greedy(1), greedy(13), greedy(71), each_alo
 # Less than a pool and just one, a second turn, and rows that change places. States neither skip padding nor go back.
 OF_STATES: tuple[Any, ...] = read, greedy(3), greedy(4), WAYS["two turns"], WAYS["beams"]
 OF_POOLS: tuple[Any, ...] = unlike, WAYS["a short second turn"], cropped
+# Of a window with entries: transformers takes no token back.
+OF_ENTRIES = *OF_AN_INDEX[:-1], WAYS["beams"], WAYS["a short second turn"]
 WITHOUT_STATES = " without states"
 
 
 def ways_of(kind: str) -> tuple[Any, ...]:
+    if kind == "deepseek_v4":
+        return OF_ENTRIES
     if not kind.startswith(("qwen4", "glm5")):
         return OF_AN_INDEX
     return OF_POOLS if kind.endswith(WITHOUT_STATES) else OF_STATES
@@ -152,6 +156,7 @@ def test_pools_with_padding_after_tokens_are_refused(pool):
         ("glm5_next:multimodal", 3),
         *long(("qwen4_exp_text", 1), ("qwen4_exp_text without states", 1), ("qwen4_exp_text without states", 2)),
         ("minimax_m3_vl_text", 3),
+        ("deepseek_v4", 3),
         *long(("axk2", 2), ("dots3_note:multimodal", 2), ("hy_v4", 3), ("minimax_m3_vl:multimodal", 2)),
     ],
 )

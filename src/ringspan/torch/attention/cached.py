@@ -95,16 +95,32 @@ class Turn:
             result[rows] = self._attend(asked.of_rows(rows), kind, mask)
         return result
 
+    def partial(self, asked: Request, kind: object) -> tuple[Tensor, Tensor]:
+        """Return ``attend`` without sinks and its lse (B, H, n), of this rank's share only if all compute all."""
+        masks, parts = self.reaches[kind].masks, list[tuple[Tensor, Tensor]]()
+        each = len(asked.q) // len(masks)
+        for number, mask in enumerate(masks):
+            rows = asked.of_rows(slice(number * each, (number + 1) * each))
+            ring = self._ring_of(rows, kind, mask)
+            with one_at_a_time(self.group), torch.autocast(asked.q.device.type, enabled=False):
+                parts.append(forward(ring, rows.q, rows.k, rows.v))
+        out, lse = (torch.cat(part) for part in zip(*parts, strict=True))
+        return out, lse
+
     def _attend(self, asked: Request, kind: object, mask: Mask) -> Tensor:
         q, k, v, sinks = asked.q, asked.k, asked.v, asked.sinks
-        key = kind, mask, asked.scale, asked.softcap, asked.kernel, q.shape[:2], k.shape[1]
-        if key not in self._rings:
-            self._rings[key] = self._ring(asked, self.reaches[kind].keys, mask)
-        ring = self._rings[key]
+        ring = self._ring_of(asked, kind, mask)
         with one_at_a_time(self.group), torch.autocast(q.device.type, enabled=False):
             if self.is_split or self.new.ranks == 1:
                 return forward(ring, q, k, v, sinks)[0]
             return merged(*forward(ring, q, k, v), sinks, self.group).to(q.dtype)
+
+    def _ring_of(self, asked: Request, kind: object, mask: Mask) -> Ring:
+        q, k = asked.q, asked.k
+        key = kind, mask, asked.scale, asked.softcap, asked.kernel, q.shape[:2], k.shape[1]
+        if key not in self._rings:
+            self._rings[key] = self._ring(asked, self.reaches[kind].keys, mask)
+        return self._rings[key]
 
     def _ring(self, asked: Request, keys: CustomLayout, mask: Mask) -> Ring:
         q, k, v = asked.q, asked.k, asked.v

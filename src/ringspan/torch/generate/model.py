@@ -25,7 +25,7 @@ from ringspan.torch.generate.options import agreed_options, cache_bytes
 from ringspan.torch.generate.passes import CachePass, agreed_pass, over_cache, unchecked
 from ringspan.torch.generate.weights import weights_for_tokens
 from ringspan.torch.layers.cache_names import cache_name, given_cache
-from ringspan.torch.layers.decoder import UNCACHED_INDEXES, cached_kinds, cached_states, has_index
+from ringspan.torch.layers.decoder import cached_kinds, cached_states
 from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.view import RingModel, decoder_on_ring
 from ringspan.torch.memory.sharding import recover, settle
@@ -209,8 +209,6 @@ def refuse_states(model: RingModel) -> None:
         reason = "it keeps no cache, so that each token would need all of the text again"
     elif uses_alibi(decoder):
         reason = "its attention has ALiBi, which a pass over a cache does not compute yet"
-    elif has_index(decoder.config) and decoder.config.model_type in UNCACHED_INDEXES:
-        reason = "its index chooses entries, which no cache of a ring holds yet"
     elif model.ring_stateful:
         reason = why_no_cache(decoder)
     if reason:

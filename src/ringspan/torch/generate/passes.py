@@ -219,6 +219,8 @@ def _turn(
     start, count, columns = cache.shares.length, part.stop - part.start, torch.arange(part.start, part.stop)
     splits = is_split(count, cache.shares.ranks)
     firsts = cache.firsts
+    if text_config(model.config).model_type in POOLED_INDEXES:
+        firsts[LayerKind()] = 0  # of windows that pool tokens, whatever a layer keeps of them
     new = cache.add(count, is_split=splits)
     reaches = {
         kind: Reach(

@@ -39,8 +39,6 @@ INDEXED_LAYERS: Final[dict[str, tuple[str, ...]]] = {
 
 POOLED_INDEXES: Final = frozenset({"deepseek_v4", "glm5_next_text", "qwen4_exp_text"})
 """Types whose index chooses pools or entries, counted from a row's first real token."""
-UNCACHED_INDEXES: Final = frozenset({"deepseek_v4"})
-"""Types whose index no cache holds yet."""
 
 
 def has_index(config: PreTrainedConfig) -> bool:
@@ -104,6 +102,7 @@ def layer_kinds(config: PreTrainedConfig) -> tuple[LayerKind, ...]:
             "sliding_attention": LayerKind(window=window if slides else None),
             "hybrid_sliding": LayerKind(window=window if slides else None),
             "chunked_attention": LayerKind(chunk=chunk),
+            **dict.fromkeys(INDEXED_LAYERS["deepseek_v4"], LayerKind(window=window)),
         }.get(kind, LayerKind())
         for kind, window, chunk in zip(types, windows, chunks, strict=True)
     )

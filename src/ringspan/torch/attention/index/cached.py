@@ -4,6 +4,7 @@ Many new tokens are split over the ranks and fetch what they see, as in training
 best keys of its own share, all agree on the best of these, and partials over each share's are merged.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -17,6 +18,7 @@ from ringspan.torch.attention.cached import Reach, Turn, merged
 from ringspan.torch.attention.index.chosen import Blocks, IndexInputs, attend, candidates, choose_blocks, first_of
 from ringspan.torch.attention.index.indexed import attend_fetched
 from ringspan.torch.attention.index.windows import Row, passing_tokens, visible
+from ringspan.torch.attention.request import Request
 from ringspan.torch.transport.agreement import one_at_a_time
 
 
@@ -67,6 +69,28 @@ def _merging(
         positions = torch.from_numpy(reach.keys.positions(turn.rank)).to(q.device)
         out, lse = attend(q, kv, _columns(chosen, positions), values, scale, None)
         return merged(out, lse, sinks, turn.group).to(q.dtype), chosen
+
+
+def attend_to_both(
+    turn: Turn, near: Request, kind: object, entries: Sequence[Tensor], columns: Sequence[Tensor], sinks: Tensor | None
+) -> Tensor:
+    """Attend to keys near queries (B, H, n, D), and to each row's columns (b, n, k) of entries (b, m, D), here.
+
+    Entries are of this rank only if it computes all queries, else of all ranks.
+    """
+    q, scale = near.q, near.scale
+    assert scale is not None, "a module with an index gives its own"
+    parts = zip(q.split([len(each) for each in entries]), entries, columns, strict=True)
+    far = [attend(*part, slice(0, q.shape[-1]), scale, None) for part in parts]
+    partials = turn.partial(near, kind), tuple(map(torch.cat, zip(*far, strict=True)))
+    lse = torch.logaddexp(*(lses for _, lses in partials))
+    finite = lse.masked_fill(lse == -torch.inf, 0)  # nothing to see: padding
+    out = sum((each * (lses - finite).exp()[..., None] for each, lses in partials), torch.zeros_like(lse[..., None]))
+    if not turn.is_split and turn.new.ranks > 1:
+        return merged(out, lse, sinks, turn.group).to(q.dtype)
+    if sinks is not None:
+        out = out * (lse - torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])).exp()[..., None]
+    return out.to(q.dtype)
 
 
 def best_of_shares(index: IndexInputs, positions: Tensor, sees: Tensor, group: dist.ProcessGroup | None) -> Tensor:

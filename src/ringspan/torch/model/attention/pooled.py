@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, pad, silu
 
-from ringspan.torch.attention.cached import current_turn
+from ringspan.torch.attention.cached import Turn, current_turn
 from ringspan.torch.attention.handler import handled
-from ringspan.torch.attention.index.cached import best_of_shares, choose_blocks_of_cache
+from ringspan.torch.attention.index.cached import attend_to_both, best_of_shares, choose_blocks_of_cache
 from ringspan.torch.attention.index.chosen import Blocks, IndexInputs, all_seen, choose, choose_blocks, packed
 from ringspan.torch.attention.index.windows import (
     Attended,
@@ -27,6 +27,7 @@ from ringspan.torch.attention.index.windows import (
     windows_of,
 )
 from ringspan.torch.attention.part import accumulation_dtype
+from ringspan.torch.attention.request import Request, in_autocast
 from ringspan.torch.layers.decoder import LayerKind
 from ringspan.torch.layers.modules import Mixin
 from ringspan.torch.model.attention.choice import (
@@ -202,8 +203,8 @@ class Compressor(Mixin):
     """DeepSeek-V4: windows of tokens pooled into entries, which queries see, or choose, next to a sliding window."""
 
     def forward(
-        self: Any, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, *_: object
-    ) -> tuple[Tensor, "Entries"]:
+        self: Any, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, cache: Any, layer_idx: int
+    ) -> tuple[Tensor, Choice]:
         index: Any = getattr(self, "indexer", None)
         inputs, asked = [self.kv_proj(hidden_states), self.gate_proj(hidden_states)], None
         if index is not None:
@@ -213,20 +214,29 @@ class Compressor(Mixin):
         sizes = [x.shape[-1] for x in inputs]
         size = self.compress_rate
         reach = size if index is None else 2 * size
-        made: list[tuple[slice, Row, Tensor, Tensor]] = []
-        for part, row in rows_now(hidden_states.device):
-            windows = windows_of(row, size, reach)
-            tokens = fetched(torch.cat([x[part] for x in inputs], -1), windows.inputs, group_now())
-            kv, gate, *others = at_columns(tokens, windows.columns).split(sizes, -1)
+        nothing = hidden_states.new_empty(len(hidden_states), 1, 0, self.head_dim)
+
+        def pool(tokens: Tensor, part: slice, windows: Windows) -> Tensor:
+            kv, gate, *others = tokens.split(sizes, -1)
             first = position_ids[part, windows.last] - size + 1
             pooled = _pooled(self, kv, gate, windows, first)
             if index is not None:
                 with torch.no_grad():
                     keys = _pooled(index, others[0], others[1], windows, first)
                 pooled = torch.cat((pooled, keys), -1)
+            return pooled
+
+        if current_turn() is not None:
+            pools = cache.pools(layer_idx, size, reach)
+            return nothing, CachedEntries(entries_of_cache(torch.cat(inputs, -1), size, reach, pool, pools), asked)
+        made: list[tuple[slice, Row, Tensor, Tensor]] = []
+        for part, row in rows_now(hidden_states.device):
+            windows = windows_of(row, size, reach)
+            tokens = fetched(torch.cat([x[part] for x in inputs], -1), windows.inputs, group_now())
+            pooled = pool(at_columns(tokens, windows.columns), part, windows)
             entries = fetched(pooled, windows.entries, group_now(), is_wide=True)
             made.append((part, row, entries[..., : self.head_dim], _chosen(asked, part, entries, windows)))
-        return hidden_states.new_empty(len(hidden_states), 1, 0, self.head_dim), Entries(made)
+        return nothing, Entries(made)
 
 
 def _asked(index: Any, hidden_states: Tensor, q_residual: Tensor, positions: Tensor) -> IndexInputs:
@@ -276,6 +286,41 @@ class Entries(Choice):
             columns = torch.cat((near.expand(len(far), -1, -1), far), -1).to(torch.int32)
             outs.append(Attended.apply(q[part], keys, columns, asked.scale, asked.sinks))
         return torch.cat(outs).transpose(1, 2)
+
+
+class CachedEntries(Choice):
+    """Entries of each row over a cache, and what chooses among them, if anything does."""
+
+    def __init__(self, held: list[HeldEntries], index: IndexInputs | None) -> None:
+        super().__init__(index, [])
+        self.held = held
+
+    def attend(self, module: Any, qkv: tuple[Tensor, Tensor, Tensor], asked: Asked | AskedOfCache) -> Tensor:
+        assert isinstance(asked, AskedOfCache), "there is a cache"
+        size, entries, columns = qkv[0].shape[-1], [], []
+        for each in self.held:
+            windows = each.windows
+            if self.index is None:
+                found = all_seen(windows.first, windows.stop, windows.most).expand(len(each.entries), -1, -1)
+            else:
+                keys = each.entries[..., -self.index.q.shape[-1] :]
+                found = best_entries(self.index, each._replace(entries=keys))
+            entries.append(pad(each.entries[..., :size], (0, 0, 0, 1)))  # at least one, as the columns
+            columns.append(pad(_of_rank(found, each, asked.turn), (0, 1), value=-1))
+        q, k, v = in_autocast(*qkv)
+        near = Request(q=q, k=k.to(q.dtype), v=v.to(q.dtype), scale=asked.scale)
+        kind = LayerKind(window=module.sliding_window)
+        entries = [each.to(q.dtype) for each in entries]
+        return attend_to_both(asked.turn, near, kind, entries, columns, asked.sinks).transpose(1, 2)
+
+
+def _of_rank(numbers: Tensor, held: HeldEntries, turn: Turn) -> Tensor:
+    """Return the columns of entries here, by their numbers (b, T, k), -1 for none; as few as there are."""
+    if held.numbers is None:
+        return numbers
+    is_here = (numbers >= 0) & (numbers % turn.new.ranks == turn.rank)
+    columns = torch.where(is_here, numbers // turn.new.ranks, -1)
+    return columns.topk(int(is_here.sum(-1).max()), -1).values
 
 
 class NGrams(Mixin):
