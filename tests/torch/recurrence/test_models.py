@@ -9,11 +9,14 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 import ringspan as rs
+from ringspan.core.step_config import StepConfig
 from ringspan.torch.attention.index import chosen, indexed
+from ringspan.torch.model.attention.indexed import refuse_indexed
 from ringspan.torch.model.support import refuse_unsupported
 from ringspan.torch.model.view import view_of
 from tests.cases import long
 from tests.every_model.hybrids import HYBRIDS, INDEXED
+from tests.every_model.tiny import MULTIMODAL, tiny_model
 from tests.torch.models import relative, whole_gradients
 from tests.torch.recurrence.models import build
 from tests.torch.test_parallelize import restarting
@@ -215,6 +218,13 @@ def test_a_convolution_computed_by_its_module_is_refused():
     model.model.layers[1].of_its_own = torch.nn.Conv1d(2, 2, 3)
     with pytest.raises(rs.UnsupportedError, match=r"layers.1.of_its_own is a convolution"):
         refuse_unsupported(view_of(model))
+
+
+def test_pools_without_a_tail_are_refused():
+    view = view_of(tiny_model(f"glm5_next{MULTIMODAL}"))
+    view.decoder.config.index_kpool_always_select_tail = False
+    with pytest.raises(rs.UnsupportedError, match="the first tokens of a document would see none"):
+        refuse_indexed(view, StepConfig(), tp=1)
 
 
 def twice(mesh: Any, kind: str) -> float:

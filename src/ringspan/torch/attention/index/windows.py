@@ -109,12 +109,11 @@ class Windows(NamedTuple):
     tails: Tensor
     """Each query's tokens behind its last whole window, (T, size - 1), int32; -1 for none."""
 
-    def tokens(self, chosen: Tensor, *, has_tail: bool) -> Tensor:
+    def tokens(self, chosen: Tensor) -> Tensor:
         """Return positions (B, T, k size + size - 1) of chosen entries' tokens, then of the tails, -1 for none."""
         back = torch.arange(1 - self.size, 1, dtype=torch.int32, device=chosen.device)
         tokens = (self.entries.at(chosen)[..., None] + back).masked_fill(chosen[..., None] < 0, -1)
-        tail = self.tails[:, : None if has_tail else 0].expand(len(chosen), -1, -1)
-        return torch.cat((tokens.flatten(-2), tail), -1)
+        return torch.cat((tokens.flatten(-2), self.tails.expand(len(chosen), -1, -1)), -1)
 
 
 class Row(NamedTuple):

@@ -114,6 +114,11 @@ def refuse_indexed(view: ModelView, config: StepConfig, tp: int) -> None:
         raise UnsupportedError(f"comm_dtype={config.comm_dtype!r}: {name}, and other keys would win; use exact")
     if config.kernel not in ("auto", "eager"):
         raise UnsupportedError(f"kernel={config.kernel!r}: {name}, for which it has no code; use auto")
+    if not getattr(view.decoder.config, "index_kpool_always_select_tail", True):
+        raise UnsupportedError(
+            f"index_kpool_always_select_tail=False: {name}, and the first tokens of a document would see none; set it "
+            "to True in the model's config"
+        )
     for module in (each for each in modules if hasattr(each, "expand_kv")):
         projection: Any = module.kv_b_proj
         if not is_matrix(projection):

@@ -101,8 +101,8 @@ class GatedPools(Mixin):
     def forward(
         self: Any, hidden_states: Tensor, q_resid: Tensor, *, past_key_values: Any = None, **_: object
     ) -> Choice:
-        tail = self.index_kpool - 1 if self.index_kpool_always_select_tail else 0
-        if (all_ := everything(hidden_states, self.index_topk + tail)) is not None:
+        # With the tail, which is attended to as well.
+        if (all_ := everything(hidden_states, self.index_topk + self.index_kpool - 1)) is not None:
             return all_
         q = self.wq_b(q_resid).unflatten(-1, (-1, self.head_dim))
         weights = self.weights_proj(hidden_states.to(self.weights_proj.weight.dtype)).float() * self.n_heads**-0.5
@@ -117,7 +117,7 @@ class GatedPools(Mixin):
         index = IndexInputs(q, inputs, weights, self.softmax_scale, self.index_topk // self.index_kpool)
         size, cache = self.index_kpool, past_key_values
         pools = None if cache is None else cache.pools(self.layer_idx, size, size)
-        return _choose_pools(index, size, pool, pools, has_tail=self.index_kpool_always_select_tail)
+        return _choose_pools(index, size, pool, pools)
 
 
 def _choice(chosen: Callable[[slice, Row], Tensor], device: torch.device) -> Choice:
@@ -176,12 +176,10 @@ def best_entries(index: IndexInputs, held: HeldEntries) -> Tensor:
     return best_of_shares(of_row, held.numbers, sees[None], turn.group)
 
 
-def _choose_pools(
-    index: IndexInputs, size: int, pool: Callable[[Tensor], Tensor], pools: Any, *, has_tail: bool = True
-) -> Choice:
+def _choose_pools(index: IndexInputs, size: int, pool: Callable[[Tensor], Tensor], pools: Any) -> Choice:
     if pools is not None:
         held = entries_of_cache(index.k, size, size, lambda tokens, *_: pool(tokens), pools)
-        found = [each.windows.tokens(best_entries(index, each), has_tail=has_tail) for each in held]
+        found = [each.windows.tokens(best_entries(index, each)) for each in held]
         most = max(each.shape[-1] for each in found)
         return Choice(None, [torch.cat([pad(each, (0, most - each.shape[-1]), value=-1) for each in found])])
 
@@ -190,7 +188,7 @@ def _choose_pools(
         tokens = fetched(index.k[part], windows.inputs, group_now())
         keys = fetched(pool(at_columns(tokens, windows.columns)), windows.entries, group_now())
         found = choose(_of_rows(index, part, keys, windows), windows.first, windows.stop)
-        return windows.tokens(found, has_tail=has_tail)
+        return windows.tokens(found)
 
     return _choice(chosen, index.q.device)
 
