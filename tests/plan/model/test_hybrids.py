@@ -105,7 +105,10 @@ def sent_in_a_step(mesh: Any, kind: str, layout: str, length: int, checkpoint: s
 def attention_bytes(shape: ModelShape, layout: rs.Layout, rank: int) -> int:
     """What the ring's own events send for one layer."""
     schedule = make_schedule(layout, rs.causal(), rank, layout, "ring")
-    part = steps.Part(schedule, Shape(1, shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim, 4))
+    kind = shape.attention
+    latent_dim = Setting(length=layout.length, ring=layout.ranks).latent_dim(kind)
+    sizes = Shape(1, kind.heads, kind.kv_heads, kind.head_dim, kind.value_dim, 4, latent_dim)
+    part = steps.Part(schedule, sizes)
     posts = [event for each in (events.forward, events.backward) for event in each(part)]
     return sum(size.num_bytes for post in posts if isinstance(post, steps.Post) for _, size in post.sends)
 
