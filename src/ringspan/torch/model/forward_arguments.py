@@ -1,8 +1,10 @@
 """Every argument of transformers' language models (tested by signature), and its treatment on a ring; others raise."""
 
 import difflib
+import tomllib
 from collections.abc import Iterable, Mapping
 from enum import Enum
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import torch
@@ -12,74 +14,11 @@ from ringspan.core.errors import UnsupportedError
 
 T = TypeVar("T")
 
-# Arguments of ``RingCausalLM.forward``, which honours them.
-HONOURED: Final = frozenset((
-    "batch_digest", "document_lengths", "input_ids", "layout_digest", "media", "num_items_in_batch",
-    "output_router_logits", "position_ids", "real_tokens", "sequence_length", "shift_labels",
-    "tree_targets",
-))  # fmt: skip
-
-# Arguments that have one possible value on a ring, beside None for the default.
-FIXED: Final[Mapping[str, Any]] = {
-    "interpolate_pos_encoding": False,
-    "is_causal": True,
-    "logits_to_keep": 0,
-    "output_attentions": False,
-    "output_hidden_states": False,
-    "return_dict": True,
-    "sample": True,
-    "use_cache": False,
-    "use_mems": False,
-}
-
-_SHARD: Final = "make the batch with rs.shard_batch"
-_ENCODER: Final = "a model on a ring has no encoder: leave it out"
-_CACHE: Final = "a model on a ring keeps no cache: leave it out"
-_TEXT: Final = "give it to rs.shard_batch, which takes the images of some models, or leave it out"
-_PACK: Final = "pack documents with position_ids that start from 0 for each, and make the batch with rs.shard_batch"
-_HEAD: Final = "it belongs to a model with another head: leave it out"
-_EXTRA: Final = "this input is not split over the ring: leave it out"
-
-
-def _all(value: T, names: str) -> dict[str, T]:
-    return dict.fromkeys(names.split(), value)
-
-
-# Arguments that raise, and what to do instead.
+_TABLE: Final = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+HONOURED: Final = frozenset[str](_TABLE["honoured"].split())
+FIXED: Final[Mapping[str, Any]] = _TABLE["fixed"]
 REFUSED: Final[Mapping[str, str]] = {
-    **_all(_SHARD, "attention_mask labels padding_mask input_mask"),
-    "inputs_embeds": "give input_ids, made with rs.shard_batch",
-    **_all(_CACHE, "past_key_values cache cache_params cache_position mems past_buckets_states shared_kv_states state"),
-    **_all(_CACHE, "encoder_past_key_values padding_cache"),
-    **_all(_ENCODER, "encoder_hidden_states encoder_attention_mask encoder_outputs encoder_inputs_embeds"),
-    **_all(_ENCODER, "decoder_input_ids decoder_attention_mask decoder_inputs_embeds decoder_position_ids"),
-    **_all(_PACK, "cu_seq_lens_q cu_seq_lens_k max_length_q max_length_k seq_idx"),
-    # images
-    **_all(_TEXT, "pixel_values pixel_values_videos pixel_mask image_patches image_pixel_values image_sizes"),
-    **_all(_TEXT, "image_attention_mask image_position_ids video_position_ids num_frames_per_video image_grid_thw"),
-    **_all(_TEXT, "video_grid_thw mm_encoder_outputs mm_token_type_ids aspect_ratio_ids aspect_ratio_mask"),
-    **_all(_TEXT, "cross_attention_states cross_attention_mask full_text_row_masked_out_mask visual_pos_masks"),
-    **_all(_TEXT, "deepstack_visual_embeds vision_feature_select_strategy vision_feature_layer vision_aspect_ratio"),
-    **_all(_TEXT, "pixel_attention_mask pixel_values_images pixel_values_local high_res_pixel_values"),
-    **_all(_TEXT, "flattened_patches height width num_local_patches patches_grid spatial_shapes tile_fine_mask"),
-    **_all(_TEXT, "image_embeds image_embeds_position_mask image_encoder_embeddings perceiver_embeddings"),
-    **_all(_TEXT, "batch_num_images image_grid_hw image_grids image_merge_sizes image_num_crops image_token_pooling"),
-    **_all(_TEXT, "image_sizes_videos target_sizes target_sizes_videos downsample_mode moe_mm_token_type_ids"),
-    **_all(_TEXT, "video_compression_mask video_grids video_merge_sizes video_token_pooling video_second_per_grid"),
-    **_all(_TEXT, "second_per_grid_ts use_audio_in_video"),
-    # sound
-    **_all(_TEXT, "input_features input_features_mask input_values audio_input_features audio_embed_sizes"),
-    **_all(_TEXT, "audio_attention_mask audio_input_ids audio_input_ids_mask chunk_sample_lengths"),
-    **_all(_TEXT, "user_input_values user_audio_codes moshi_input_values moshi_audio_codes text_labels audio_labels"),
-    **_all(_TEXT, "audio_feature_lengths feature_attention_mask input_values_mask num_delay_tokens"),
-    # further inputs
-    **_all(_EXTRA, "token_type_ids task_type_ids per_layer_inputs ple_input_ids input_shape_ids lang_ids langs"),
-    **_all(_EXTRA, "input_pronunciation_ids lengths num_hashes perm_mask target_mapping patch_lengths"),
-    **_all(_EXTRA, "qformer_input_ids qformer_attention_mask bbox visual_bbox router_labels"),
-    **_all(_EXTRA, "protein_input_ids protein_attention_mask structure_feats structure_batch_mask msa_feats"),
-    **_all(_EXTRA, "msa_batch_mask action_embeds actions noise timestep"),
-    **_all(_EXTRA, "self_conditioning_logits self_conditioning_mask"),
-    **_all(_HEAD, "return_loss start_positions end_positions cls_index is_impossible p_mask mc_token_ids mc_labels"),
+    name: group["remedy"] for group in _TABLE["refused"] for name in group["names"].split()
 }
 
 
@@ -116,6 +55,11 @@ COMPUTED: Final = frozenset({"alibi_slopes", "ring_packed", "s_aux", "scaling", 
 
 
 _ANY: Final = ()
+
+
+def _all(value: T, names: str) -> dict[str, T]:
+    return dict.fromkeys(names.split(), value)
+
 
 # What models hand to transformers' attention interface beside what ``attend`` in models.py computes with.
 ATTENTION: Final[Mapping[str, tuple[Any, ...]]] = {
