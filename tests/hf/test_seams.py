@@ -45,7 +45,7 @@ def test_ours_are_right_in_front_of_trainer():
 
 
 def test_a_seam_that_moved_is_named(monkeypatch):
-    known = dict(seams.OVERRIDDEN["transformers:Trainer"]) | {"_save": ("folder",), "_gone": ()}
+    known = dict(seams.OVERRIDDEN["transformers:Trainer"]) | {"_save": ["folder"], "_gone": []}
     monkeypatch.setitem(seams.OVERRIDDEN, "transformers:Trainer", known)
     monkeypatch.setitem(seams.SOURCE, "accelerate:Accelerator", ("self._all_models = []",))
     expected = ["transformers:Trainer._save", "transformers:Trainer._gone"]

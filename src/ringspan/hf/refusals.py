@@ -1,7 +1,9 @@
 """Refusals of trainer arguments that would not be exact, with the alternative."""
 
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FunctionType
 from typing import Any, Final
 
@@ -16,18 +18,8 @@ from ringspan.core.step_config import StepConfig
 from ringspan.hf.config import RingConfig
 from ringspan.torch.layers.view import RingModel
 
-# Optimizers that treat each number by itself; tests compare each with one process.
-_OPTIMIZERS: Final = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"}) | {
-    *("adamw_bnb_8bit", "adamw_8bit", "paged_adamw_32bit", "paged_adamw_8bit"),
-    *("lion_32bit", "lion_8bit", "paged_lion_32bit", "paged_lion_8bit", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"),
-    *("adamw_torch_8bit", "adamw_torch_4bit"),
-}
-# TRL's callbacks, and what to do instead.
-_CALLBACKS: Final = {
-    "BEMACallback": "it copies whole weights, which are split here; leave it out",
-    "LogCompletionsCallback": "it gathers from ranks, so each completion would come more than once; leave it out",
-    "WeaveCallback": "it gathers from ranks, so each completion would come more than once; leave it out",
-}
+_TABLE: Final[dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_OPTIMIZERS: Final = frozenset[str](_TABLE["optimizers"].split())
 
 
 def refuse_arguments(args: TrainingArguments, ring: RingConfig) -> None:
@@ -36,42 +28,10 @@ def refuse_arguments(args: TrainingArguments, ring: RingConfig) -> None:
         raise UnsupportedError(f"{what} is not supported on a ring; {remedy}")
 
 
-# Arguments that are not supported where they are set, and what to do instead; some are of TRL, or of a later release.
-_COMPLETIONS: Final = "leave it out: the model on the ring makes the completions"
-_WHERE_SET: Final = {
-    "deepspeed": "leave it out: weights are sharded over the ring (FSDP2)",
-    "fsdp": "leave it out: weights are sharded over the ring (FSDP2)",
-    "fp16": "use bf16=True, which needs no scaled loss",
-    "fp16_full_eval": "load the model in that dtype, or use bf16=True",
-    "bf16_full_eval": "load the model in that dtype, or use bf16=True",
-    "label_smoothing_factor": "it needs whole logits: leave it out; Trainer has RingConfig(label_smoothing=...) for "
-    "language models, which evaluates without it",
-    "neftune_noise_alpha": "its noise would be scaled by the local length; leave it out",
-    "use_liger_kernel": "leave it out: the ring's loss uses Liger's where it is installed",
-    "torch_compile": "use RingConfig(compile=True), which compiles layers",
-    "auto_find_batch_size": "one rank that runs out of memory would leave the others; set the batch size",
-    "enable_jit_checkpoint": "ranks would notice SIGTERM at different steps; leave it out, and use save_steps",
-    "save_on_each_node": "leave it out: rank 0 writes the model",
-    "eval_use_gather_object": "leave it out: predictions are gathered as tensors",
-    "activation_offloading": "use RingConfig(offload='activations')",
-    "precompute_ref_log_probs": "leave it out: TRL would have to read all weights on one rank; a reference model is "
-    "split over the ring",
-    "use_vllm": f"{_COMPLETIONS}, or give a rollout_func",
-    "use_transformers_continuous_batching": _COMPLETIONS,
-    "use_transformers_paged": _COMPLETIONS,
-    "cache_implementation": "leave it out: the cache is split over the ring",
-    "cast_lm_head_to_fp32": "leave it out: it replaces the head's forward; load the model in float32",
-    **dict.fromkeys(
-        ("ddp_bucket_cap_mb", "ddp_broadcast_buffers", "ddp_static_graph"),
-        "leave it out: the model is not wrapped in DistributedDataParallel",
-    ),
-}
-
-
 def _unsupported(args: TrainingArguments, ring: RingConfig) -> Iterator[tuple[str, str]]:
     if getattr(args, "parallelism_config", None) is not None:
         yield "parallelism_config, a second parallelism besides the ring,", "leave it out"
-    for name, remedy in _WHERE_SET.items():
+    for name, remedy in _TABLE["arguments"].items():
         value = getattr(args, name, None)
         if value or (value is not None and name.startswith(("ddp_", "neftune_"))):
             yield name if name in ("deepspeed", "fsdp") else f"{name}={value!r}", remedy
@@ -159,8 +119,8 @@ def refuse_callback(callback: object) -> None:
     """Raise UnsupportedError for a callback, or its class, that would behave differently on a ring."""
     kind = callback if isinstance(callback, type) else type(callback)
     for name in (base.__name__ for base in kind.__mro__ if base.__module__.startswith("trl.")):
-        if name in _CALLBACKS:
-            raise UnsupportedError(f"{name} is not supported on a ring; {_CALLBACKS[name]}")
+        if remedy := _TABLE["callbacks"].get(name):
+            raise UnsupportedError(f"{name} is not supported on a ring; {remedy}")
 
 
 def refuse_optimizer(optimizer: torch.optim.Optimizer | None, model: nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+import tomllib
 from importlib import import_module
 from pathlib import Path
 from types import FunctionType
@@ -31,36 +32,10 @@ if TYPE_CHECKING:
 else:
     _Trainer = object  # the mix-in stands before whichever trainer
 
-# By module and class: private methods that Trainer calls, with the parameters that ours must be able to take.
-OVERRIDDEN: Final = {
-    "transformers:Trainer": {
-        "_save": ("output_dir", "state_dict"),
-        "_save_optimizer_and_scheduler": ("output_dir",),
-        "_load_optimizer_and_scheduler": ("checkpoint",),
-        "_load_from_checkpoint": ("resume_from_checkpoint", "model"),
-        "_load_best_model": (),
-        "_load_rng_state": ("checkpoint",),
-    },
-    "transformers.trainer_callback:CallbackHandler": {"call_event": ("event", "args", "state", "control", "kwargs")},
-    "trl.trainer.grpo_trainer:GRPOTrainer": {
-        "_generate_and_score_completions": ("inputs",),
-        "_get_tool_suffix_ids": ("tool_messages",),
-    },
-    "trl.trainer.rloo_trainer:RLOOTrainer": {"_generate_and_score_completions": ("inputs",)},
-}
-# By module: names of accelerate's functions that it calls, in whose place ours stand meanwhile.
-GATHERS: Final = {f"trl.trainer.{name}_trainer": ("gather", "gather_object") for name in ("grpo", "rloo")}
-# By module and class: text that its source has, where no method says what we rely on.
-SOURCE: Final = {
-    "accelerate:Accelerator": ("self._models = []", "dataloader_config.dispatch_batches", "self.native_amp"),
-    "trl.trainer.utils:add_fused_lm_head": (
-        "model.forward = types.MethodType(_fused_forward, model)",
-        "self, *args, fused_lm_head=False, labels=None, shift_labels=None",
-        "getattr(self, backbone_attr)(*args, **kwargs)",
-        "self.get_output_embeddings()",
-        'kwargs.setdefault("output_router_logits", True)',
-    ),
-}
+_TABLE: Final = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+OVERRIDDEN: Final[dict[str, dict[str, list[str]]]] = _TABLE["overridden"]
+GATHERS: Final[dict[str, list[str]]] = _TABLE["gathers"]
+SOURCE: Final[dict[str, list[str]]] = _TABLE["source"]
 _GONE: Final = type(None)  # in the place of what a release no longer has, or not yet; without methods of its own
 
 
@@ -126,7 +101,7 @@ def moved() -> list[str]:
         for name, parameters in methods.items():
             if owner is not None:
                 method = getattr(owner, name, None)
-                if method is None or tuple(inspect.signature(method).parameters)[1:] != parameters:
+                if method is None or list(inspect.signature(method).parameters)[1:] != parameters:
                     found.append(f"{place}.{name}")
     for module, names in GATHERS.items():
         space = vars(sys.modules.get(module, sys))

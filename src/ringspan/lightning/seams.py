@@ -1,25 +1,12 @@
-"""Every private name of Lightning that ``ringspan.lightning`` uses; a test names one that a release moves."""
+"""Every private name of Lightning that ``ringspan.lightning`` uses; a test names what a release moves."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, RandomSampler
-
-# By module and class: text that its source has.
-SOURCE: Final = {
-    "lightning.pytorch:LightningModule": ("return self._device_mesh",),
-    "lightning.pytorch.trainer.connectors.data_connector:_DataConnector": (
-        "self.trainer._accelerator_connector.use_distributed_sampler",
-        "def _prepare_dataloader(self, dataloader: object, shuffle: bool, mode: RunningStage)",
-    ),
-    "lightning.pytorch.trainer.connectors.data_connector:_process_dataloader": (
-        "is_shuffled = True",
-        "trainer.strategy.process_dataloader(dataloader)",
-    ),
-}
 
 
 def give_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
