@@ -5,6 +5,7 @@ RULER's (Hsieh et al. 2024): needles in real text, variables to be traced, words
 """
 
 import re
+import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,32 +84,25 @@ class Task:
     needles: int | None = None  # default number of values to be found; None if that is no option
 
 
-BEFORE: Final = (
-    "Below is a record of lines I want you to remember. Each line begins with 'line <line index>' and contains a "
-    "'<REGISTER_CONTENT>' at the end of the line as a numerical value. For each line index, memorize its corresponding "
-    "<REGISTER_CONTENT>. At the end of the record, I will ask you to retrieve the corresponding <REGISTER_CONTENT> of "
-    "a certain line index. Now the record start:\n\n"
-)
-AFTER: Final = "\nNow the record is over. Tell me what is the <REGISTER_CONTENT> in "
-ASKED: Final = "? I need the number."
+_TEXTS: Final = tomllib.loads(Path(__file__).with_name("prompts.toml").read_text(encoding="utf-8"))
+
+
+def _prompt(which: str, answers: Sequence[str], **parts: object) -> Prompt:
+    said = _TEXTS[which]
+    return Prompt(said["text"].format(**parts), said["cue"].format(**parts), tuple(answers))
 
 
 def _lines(random: Random, size: int, depth: float, material: Material) -> Prompt:
     pairs = [(name, number(random)) for name in names(random, size)]
     name, value = random.choice(pairs)
     record = "".join(f"line {each}: REGISTER_CONTENT is <{held}>\n" for each, held in pairs)
-    return Prompt(f"{BEFORE}{record}{AFTER}line {name}{ASKED}", f"\nline {name}: REGISTER_CONTENT is <", (value,))
+    return _prompt("lines", [value], record=record, name=name)
 
 
 def _asked(excerpt: Sequence[str], keys: Sequence[str], answers: Sequence[str]) -> Prompt:
     *others, last = keys
     asked = f"{', '.join(others)} and {last}" if others else last
-    return Prompt(
-        "Some special numbers are hidden within the following text. Memorize them; I will ask you about them "
-        f"afterwards.\n\n{' '.join(excerpt)}\n\nWhat are all the special numbers for {asked} mentioned in the text?",
-        f"\nThe special numbers for {asked} mentioned in the text are",
-        tuple(answers),
-    )
+    return _prompt("numbers", answers, excerpt=" ".join(excerpt), asked=asked)
 
 
 def _needle(key: str, value: str) -> str:
@@ -166,13 +160,8 @@ def _tracing(random: Random, size: int, depth: float, material: Material) -> Pro
         placed += [(place, order, each) for order, (place, each) in enumerate(zip(places, said, strict=True))]
     for place, _, sentence in sorted(placed, reverse=True):  # those of one place keep the order of their chain
         excerpt.insert(place, sentence)
-    answers = tuple(variables[0::CHAINS])
-    return Prompt(
-        "Memorize and track the chains of variable assignments hidden in the following text.\n\n"
-        f"{' '.join(excerpt)}\n\nFind all variables that are assigned the value {values[0]} in the text above.",
-        f"\n{len(answers)} variables are assigned the value {values[0]} in the text above. They are:",
-        answers,
-    )
+    answers = variables[0::CHAINS]
+    return _prompt("tracing", answers, excerpt=" ".join(excerpt), value=values[0], count=len(answers))
 
 
 COMMON, COMMON_TIMES, OTHER_TIMES = 10, 30, 3
@@ -186,12 +175,7 @@ def _common(random: Random, size: int, depth: float, material: Material) -> Prom
     listed = first * COMMON_TIMES + others * OTHER_TIMES
     random.shuffle(listed)
     text = " ".join(f"{place}. {word}" for place, word in enumerate(listed, 1))
-    return Prompt(
-        "Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
-        f"appear most often.\n\n{text}\n\nWhat are the {COMMON} most common words in the above list?",
-        f"\nThe {COMMON} words that appear most often in the list are:",
-        tuple(first),
-    )
+    return _prompt("common-words", first, words=text, count=COMMON)
 
 
 def _frequent(random: Random, size: int, depth: float, material: Material) -> Prompt:
@@ -202,12 +186,7 @@ def _frequent(random: Random, size: int, depth: float, material: Material) -> Pr
     words = _different(random, len(counts), ascii_lowercase, 6, ["...."])
     coded = [word for word, count in zip(words, counts, strict=True) for _ in range(count)]
     random.shuffle(coded)
-    return Prompt(
-        "Read the following coded text and track the frequency of each coded word. Ignore the dots '....'.\n\n"
-        f"{' '.join(coded)}\n\nWhat are the {FREQUENT} most frequent coded words in the above text?",
-        f"\nThe {FREQUENT} most frequent coded words in the above text are:",
-        tuple(words[1 : 1 + FREQUENT]),
-    )
+    return _prompt("frequent-words", words[1 : 1 + FREQUENT], words=" ".join(coded), count=FREQUENT)
 
 
 _SINGLE, _SEVERAL = {"needs_text": True, "needles": 1}, {"needs_text": True, "needles": 4}
