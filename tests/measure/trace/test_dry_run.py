@@ -23,6 +23,7 @@ from ringspan.plan.cost.memory import held_bytes, training_memory
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.model.configs import MODELS, from_config
 from tests.cases import long
+from tests.every_model.hybrids import hybrid_config
 from tests.plan.cost.heap import measured_peaks
 from tests.torch import models
 
@@ -150,6 +151,20 @@ def test_each_kind_keeps_what_is_planned(pool, kind):
         positions = 4 * setting.tokens  # int32, which live as long as the decoder runs
         planned = [held_bytes(shape, setting) + positions] * 2
         assert pool.run(held, 2, kind, setting) == pytest.approx(planned, rel=1e-3)
+
+
+def held_with_checkpoints(mesh, kind, setting):
+    model = AutoModelForCausalLM.from_config(hybrid_config(kind, max_position_embeddings=8192)).float()
+    model, _, batch = prepare(model, mesh, setting)
+    return [tracker.held_activations(model, batch) for _ in range(2)][1]
+
+
+# States; an index on pools, with n-grams.
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen4_exp_text"])
+def test_checkpoints_let_go_of_what_is_made_again(pool, kind):
+    setting = Setting(length=1024, ring=2, checkpoint="full", norm_chunk_tokens=128, on_gpu=False)
+    planned = held_bytes(from_config(hybrid_config(kind).to_dict(), kind), setting) + 4 * setting.tokens
+    assert pool.run(held_with_checkpoints, 2, kind, setting) == pytest.approx([planned] * 2, rel=1e-3)
 
 
 def held_in_folds(mesh, kind, setting):

@@ -5,7 +5,7 @@ each span's part of its state's gradient; these are scanned from the last span o
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -64,6 +64,7 @@ def recurrence(rule: Rule, function: Function, arguments: Mapping[str, Any], seq
     refuse_stateless(rule, function, job.arguments)
     names = [name for name, x in arguments.items() if isinstance(x, Tensor)]
     entry = Entry.of(job.plan, sequences)
+    job = replace(job, arguments=job.arguments | dict.fromkeys(names))  # a checkpoint lets go of saved tensors alone
     return _Recurrence.apply(job, names, sequences.record, entry, *(arguments[name] for name in names))
 
 
