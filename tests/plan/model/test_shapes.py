@@ -11,6 +11,7 @@ from ringspan.plan.model.configs import MODELS, from_config, model_shape
 from ringspan.torch.layers.decoder import layer_kinds
 from ringspan.torch.layers.positions import num_trained_positions
 from tests.cases import few
+from tests.every_model.hybrids import hybrid_config
 from tests.plan.models import FILE, row_of
 from tests.torch import models
 
@@ -131,3 +132,12 @@ def test_a_path_that_is_there_is_no_id_of_the_hub(tmp_path):
     for path, message in cases.items():
         with pytest.raises(RingspanError, match=message):
             model_shape(str(path))
+
+
+def test_an_index_chooses_as_many_keys_as_its_config_says():
+    kinds = from_config(hybrid_config("deepseek_v32", index_topk=2048).to_dict(), "tokens").kinds
+    assert {(kind.index.topk, kind.index.kept) for kind in kinds if kind.index} == {(2048, 2048)}
+    (blocks,) = {
+        kind.index for kind in from_config(hybrid_config("minimax_m3_vl_text").to_dict(), "blocks").kinds if kind.index
+    }
+    assert (blocks.topk, blocks.size) == (3, 4)

@@ -246,7 +246,7 @@ def _run(
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
-    sequence = SequencePass((Layout("contiguous", _TOKENS, 1),), None)
+    sequence = SequencePass((Layout("contiguous", _TOKENS, 1),), None, is_part=True)
     kept = saved_tensors_hooks(watch.note, lambda x: x)
     with _hooked(watch, runs, decoder, layers, first), passing(sequence), watch.counter, kept:
         out = decoder(input_ids=tokens, use_cache=False)

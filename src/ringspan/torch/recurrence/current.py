@@ -74,6 +74,7 @@ class SequencePass:
     fold: Any = field(default=None, compare=False)
     """Whose turn it is (``ringspan.torch.memory.folds.Fold``) of a sequence in folds."""
     index_loss: IndexLoss | None = field(default=None, compare=False)
+    is_part: bool = False  # of a longer one, of which an index may not choose all tokens
 
     def of_rows(self) -> "list[tuple[slice, SequencePass]]":
         """Yield the sequences that share a layout."""

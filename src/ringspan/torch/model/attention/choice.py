@@ -160,7 +160,7 @@ def rows_now(device: torch.device, tail: int = 0) -> list[tuple[slice, Row]]:
 
 def everything(hidden_states: Tensor, tokens: int) -> Choice | None:
     """Return a choice of all keys if no token of the batch (B, T, C), on any rank, sees more than ``tokens``."""
-    if current_turn() is not None or learning_queries() is not None:
+    if current_turn() is not None or _now().is_part or learning_queries() is not None:
         return None
     rows = rows_now(hidden_states.device)
     none = torch.empty(*hidden_states.shape[:2], 0, dtype=torch.int32, device=hidden_states.device)
