@@ -1,4 +1,4 @@
-"""cuDNN's attention as PyTorch calls it: FULL and square causal tiles in half precision."""
+"""PyTorch's own fused attention: its flash attention on CPUs, and cuDNN on GPUs in half precision."""
 
 from typing import Final
 
@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from ringspan.core.geometry.tile import Tile
-from ringspan.core.schedule.kernel_launches import KernelLaunch, KernelLaunches, squares
+from ringspan.core.schedule.kernel_launches import KernelLaunch, KernelLaunches, keys_a_row, pieces, squares
 from ringspan.torch.kernels.contract import BackwardInputs, Scores, Triangles, too_large
 from ringspan.torch.kernels.device import half_precision_on_cuda, rules_of
 from ringspan.torch.kernels.local.eager import Eager
-from ringspan.torch.kernels.memory import FOR_TENSOR_CORES
+from ringspan.torch.kernels.memory import FOR_TENSOR_CORES, Memory
 
 _ops = torch.ops.aten
 _LARGEST_HEAD: Final = 128
@@ -67,3 +67,33 @@ class Cudnn(Triangles):
             *heads, lse.contiguous().unsqueeze(-1), *no_dropout, None, None, None, given.q.shape[2], given.k.shape[2],
             0.0, is_causal, scale=scale,
         )  # fmt: skip
+
+
+_ops = torch.ops.aten
+
+
+def is_slow_at(tiles: tuple[Tile, ...], q: Tensor) -> bool:
+    """Return whether plain PyTorch is faster: in float32 with few keys a row, of which the kernel takes 64 at once."""
+    short = rules_of(q.device).short_rows
+    return short is not None and q.dtype == torch.float32 and short[0] / q.shape[1] <= keys_a_row(tiles) <= short[1]
+
+
+class CpuFlash(Triangles):
+    """``aten::_scaled_dot_product_flash_attention_for_cpu``."""
+
+    name = "cpu"
+    memory = Memory()
+
+    def why_not(self, q: Tensor, v: Tensor, scores: Scores) -> str | None:
+        if q.device.type != "cpu":
+            return f"it needs tensors on the CPU, these are on {q.device.type}"
+        return scores.beyond_plain
+
+    def launches(self, tiles: tuple[Tile, ...]) -> KernelLaunches:
+        return pieces(tiles)
+
+    def compute(self, q: Tensor, k: Tensor, v: Tensor, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+        return _ops._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal, scale=scale)
+
+    def differentiate(self, given: BackwardInputs, *, is_causal: bool, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+        return _ops._scaled_dot_product_flash_attention_for_cpu_backward(*given, 0.0, is_causal, scale=scale)
