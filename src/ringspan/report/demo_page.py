@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from math import ceil, cos, isfinite, pi, sin
+from math import ceil, isfinite
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any, Final
@@ -11,12 +11,11 @@ from ringspan.core.geometry.layout import Layout
 from ringspan.core.geometry.mask import causal
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.report import drawing as draw
-from ringspan.report.drawing import INK, PAPER, RANK_COLOURS, SOFT, Point
+from ringspan.report.drawing import INK, RANK_COLOURS, SOFT, Point
 from ringspan.report.page import command, element, escaped, page, picture, section, table, write_whole
 from ringspan.report.ring_pictures import ring_picture, travel_picture
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 MAX_ROWS: Final = 400  # of the long tables; the file stays small enough to send
@@ -183,7 +182,7 @@ def _details(title: str, heads: Sequence[str], rows: Sequence[Sequence[object]])
 
 
 def loss_picture(metrics: Sequence[dict[str, Any]], evaluation: Sequence[dict[str, Any]] = ()) -> "Figure | None":
-    """Draw loss (nats per token) by step, evaluation loss as diamonds; None without a finite one."""
+    """Draw loss (nats per token) by step, evaluation loss as dots; None without a finite one."""
     train = [(row["step"], row["loss"]) for row in metrics if row["loss"] is not None]
     evaluated = [(row["step"], row["eval_loss"]) for row in evaluation if row["eval_loss"] is not None]
     if not (train or evaluated):
@@ -194,7 +193,7 @@ def loss_picture(metrics: Sequence[dict[str, Any]], evaluation: Sequence[dict[st
     last = [(name, series[-1]) for name, series in (("train", train), ("eval", evaluated)) if series]
     spoken = "; ".join(f"{name} loss {loss:.4f} at step {step:,.0f}" for name, (step, loss) in last)
     left, top, right, bottom = 66.0, 16.0, 390.0, 226.0
-    figure, page = draw.canvas(500, bottom + 54, f"Loss by step. Last: {spoken}.")
+    figure, page = draw.canvas(516, bottom + 54, f"Loss by step. Last: {spoken}.")
     axes = draw.panel(figure, (left, top), (right - left, bottom - top), *_limits(train + evaluated))
     axes.set_axis_on()
     draw.dress(axes, "step", "loss (nats per token)", 13)
@@ -203,26 +202,22 @@ def loss_picture(metrics: Sequence[dict[str, Any]], evaluation: Sequence[dict[st
     axes.yaxis.set_major_locator(MaxNLocator(6, steps=[1, 2, 5, 10]))
     axes.yaxis.set_major_formatter("{x:,g}")
 
-    def place(point: Point) -> Point:
-        x, up = axes.transData.transform(point)
-        return x, bottom + 54 - up  # matplotlib counts pixels from below
-
-    for colour, series, style in ((RANK_COLOURS[0], train, "-"), (RANK_COLOURS[5], evaluated, (0, (2.5, 2)))):
-        points = _thin(series, 500)
-        draw.line(axes, [x for x, _ in points], [y for _, y in points], colour, 2, linestyle=style, gid="curve|")
     # More stripes than that are narrower than a pointer.
     if shown := _thin(train, 120):
         middles = [(here + there) / 2 for (here, _), (there, _) in pairwise(shown)]
         edges = [axes.get_xlim()[0], *middles, axes.get_xlim()[1]]
         draw.spots(axes, edges, (f"step {step:,.0f}: loss {loss:.4f}" for step, loss in shown))
-        _draw_marker(page, place(train[-1]), RANK_COLOURS[0], f"step {train[-1][0]:,.0f}: loss {train[-1][1]:.4f}")
-    for step, loss in _thin(evaluated, 120):
-        title = f"step {step:,.0f}: evaluation loss {loss:.4f}"
-        _draw_marker(page, place((step, loss)), RANK_COLOURS[5], title, diamond=True)
-    # Both curves mostly end near each other, and so would their numbers.
-    heights = _apart([place(point)[1] for _, point in last], 17)
-    for (name, (_, loss)), y in zip(last, heights, strict=True):
-        draw.text(page, right + 12, y + 4, f"{name} {loss:.3f}", strong=True)
+    curves = (
+        ("train", "loss", RANK_COLOURS[0], train, train[-1:], "-"),
+        ("eval", "evaluation loss", RANK_COLOURS[5], evaluated, _thin(evaluated, 120), "--"),
+    )
+    for at, (name, what, colour, series, dots, style) in enumerate(curve for curve in curves if curve[3]):
+        points, y = _thin(series, 500), top + 12 + 20 * at
+        draw.line(axes, [x for x, _ in points], [y for _, y in points], colour, 2, linestyle=style, gid="curve|")
+        for step, loss in dots:
+            draw.dot(axes, (step, loss), colour, 8, f"step {step:,.0f}: {what} {loss:.4f}")
+        draw.line(page, (right + 10, right + 26), (y - 4, y - 4), colour, 2, linestyle=style)
+        draw.text(page, right + 32, y, f"{name} {series[-1][1]:.3f}", strong=True)
     return figure
 
 
@@ -230,14 +225,6 @@ def _limits(points: Sequence[Point]) -> tuple[Point, Point]:
     low, high = _extent(y for _, y in points)
     room = (high - low) / 16  # the last point of a good run is the lowest: keep its marker off the axis
     return _extent(x for x, _ in points), (low - room, high + room)
-
-
-def _draw_marker(page: "Axes", at: Point, colour: str, title: str, *, diamond: bool = False) -> None:
-    x, y = at
-    across = 6 if diamond else 4.5
-    turns = [0, 1, 2, 3] if diamond else [eighth / 4 for eighth in range(16)]
-    corners = [(x + across * cos(turn * pi / 2), y + across * sin(turn * pi / 2)) for turn in turns]
-    draw.polygons(page, [corners], colour, edge=PAPER, kind="marker", title=title)
 
 
 def memory_picture(memory: Sequence[dict[str, Any]]) -> "Figure":
@@ -280,13 +267,3 @@ def _extent(values: Iterable[float]) -> tuple[float, float]:
     low, high = min(values), max(values)
     room = 0.0 if high > low else max(0.5, abs(low) / 100)
     return low - room, high + room
-
-
-def _apart(heights: list[float], gap: float) -> list[float]:
-    """Move neighbouring heights (of two) at least ``gap`` apart."""
-    order = sorted(range(len(heights)), key=lambda index: heights[index])
-    moved = list(heights)
-    for upper, lower in pairwise(order):
-        push = max(0.0, gap - (moved[lower] - moved[upper])) / 2
-        moved[upper], moved[lower] = moved[upper] - push, moved[lower] + push
-    return moved

@@ -93,6 +93,11 @@ def line(axes: "Axes", x: Sequence[float], y: Sequence[float], colour: str, widt
     axes.plot(x, y, color=colour, linewidth=width, clip_on=False, scalex=False, scaley=False, **more)
 
 
+def dot(axes: "Axes", at: Point, colour: str, width: float, title: str = "") -> None:
+    # A round line end, not a marker: SVG has markers by reference, whose ids of several pictures of a page would clash.
+    line(axes, 2 * at[:1], 2 * at[1:], colour, width, solid_capstyle="round", gid=f"dot|{title}")
+
+
 def spots(axes: "Axes", edges: Sequence[float], titles: Iterable[str]) -> None:
     """Draw hover stripes between neighbouring edges, over the axes' full height, otherwise invisible."""
     bottom, top = axes.get_ylim()

@@ -127,9 +127,8 @@ def curves(results: Sequence[Result], name: str, x_label: str, y_label: str, uni
         style = {} if at < len(RANK_COLOURS) else {"linestyle": "--"}
         values = [row[name] for row in rows]
         draw.line(axes, [row["length"] for row in rows], values, colour, 2, gid="curve|", **style)
-        for row in rows:  # a round line end, not a marker: SVG has markers by reference, and pictures share a ground
-            here, value = row["length"], row[name]
-            draw.line(axes, (here, here), (value, value), colour, 6, solid_capstyle="round", gid="dot|")
+        for row in rows:
+            draw.dot(axes, (row["length"], row[name]), colour, 6)
         draw.line(ground, (left, left + 18), (legend + 18 * at, legend + 18 * at), colour, 3, **style)
         draw.text(ground, left + 26, legend + 18 * at + 4, model, size=12)
     middles = [(here * there) ** 0.5 for here, there in pairwise(lengths)]
