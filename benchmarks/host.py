@@ -25,8 +25,7 @@ from ringspan.measure.machine import describe_machine
 from ringspan.torch import kernels
 from ringspan.torch.attention import ring
 from ringspan.torch.attention.spec import AttentionSpec
-from ringspan.torch.kernels.contract import Scores
-from ringspan.torch.kernels.memory import Memory
+from ringspan.torch.kernels.contract import Memory, Scores
 from ringspan.torch.transport.protocol import FakeTransport, Nobody
 
 RESULT: Final = Path(__file__).parent / "results" / "host-cpu.json"

@@ -14,8 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from ringspan.checkpoints.checkpoint import Checkpoints
-from ringspan.checkpoints.manifest import MANIFEST, read_manifest
-from ringspan.checkpoints.shards import held_here, read_tensors
+from ringspan.checkpoints.shards import MANIFEST, held_here, read_manifest, read_tensors
 from ringspan.core.errors import CheckpointError
 from ringspan.core.files.signed import digest_of
 

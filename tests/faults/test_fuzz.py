@@ -14,8 +14,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from ringspan.checkpoints.manifest import MANIFEST, FileEntry, Manifest, Piece, TensorEntry, read_manifest, verify
-from ringspan.checkpoints.shards import read_tensors
+from ringspan.checkpoints.shards import (
+    MANIFEST,
+    FileEntry,
+    Manifest,
+    Piece,
+    TensorEntry,
+    read_manifest,
+    read_tensors,
+    verify,
+)
 from ringspan.core.errors import CheckpointError, ConfigError
 from ringspan.core.files.signed import digest_of, file_digest
 from ringspan.train.config.load import load_config

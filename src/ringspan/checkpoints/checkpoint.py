@@ -18,17 +18,22 @@ from safetensors import SafetensorError
 from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 
-from ringspan.checkpoints.manifest import (
+from ringspan.checkpoints.shards import (
     MANIFEST,
+    Chunk,
     FileEntry,
     Manifest,
+    Part,
     Piece,
     TensorEntry,
+    dtype_name,
     origin_of,
     read_manifest,
+    read_tensors,
     verify,
+    write_shard,
+    written_by_me,
 )
-from ringspan.checkpoints.shards import Chunk, Part, dtype_name, read_tensors, write_shard, written_by_me
 from ringspan.core.errors import CheckpointError
 from ringspan.core.files.disk import sync_folder, write_synced
 from ringspan.torch.runtime.launch import local_device

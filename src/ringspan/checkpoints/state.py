@@ -13,8 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from ringspan.checkpoints.checkpoint import Checkpoints
-from ringspan.checkpoints.manifest import Manifest
-from ringspan.checkpoints.shards import Part
+from ringspan.checkpoints.shards import Manifest, Part
 from ringspan.core.errors import CheckpointError
 from ringspan.torch.memory.adamw import is_local, own_state, take_counts
 from ringspan.torch.model.config_changes import deciding_fields

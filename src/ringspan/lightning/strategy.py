@@ -1,12 +1,12 @@
 """Lightning's strategy for already split models, over a mesh with a ring."""
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, Final
 
 import torch
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ModelParallelStrategy
@@ -15,15 +15,56 @@ from torch import Tensor
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 
 from ringspan.core.errors import ConfigError, UnsupportedError
-from ringspan.lightning.seams import Dealing, give_mesh
 from ringspan.torch.consistency.calls import Call, check_call, exchanging, hear_all, preparing
 from ringspan.torch.consistency.fixed import Fixed
 from ringspan.torch.consistency.loop_watch import in_call
 from ringspan.torch.memory.sharding import settle
 from ringspan.torch.runtime.mesh import make_mesh, split_world
+
+
+# The private names of Lightning that a ring uses; a test names what a release moves.
+def give_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
+    private: Any = module
+    private._device_mesh = mesh
+
+
+class Dealing:
+    """A rank's examples, in the order of the user's loader.
+
+    Lightning's own training sampler shuffles even if the user's does not, so it is kept from that, and asked for the
+    same sampler again with the loader's order.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._connector: Any = trainer._accelerator_connector
+        self._data: Any = trainer._data_connector
+        self._is_wanted: bool = self._connector.use_distributed_sampler
+        self._is_ours = False
+
+    def take_over(self, *, ours: bool) -> None:
+        """Stop Lightning from dealing examples out, or let it, by ``Trainer(use_distributed_sampler=...)``."""
+        self._is_ours = ours
+        self._connector.use_distributed_sampler = self._is_wanted and not ours
+
+    def dealt(self, loader: object, stage: object) -> object:
+        """Return the loader of this rank's examples, unless Lightning dealt them out."""
+        if not self._is_ours or not isinstance(loader, DataLoader):
+            return loader
+        sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+        with self._as_wanted():
+            return self._data._prepare_dataloader(loader, shuffle=isinstance(sampler, RandomSampler), mode=stage)
+
+    @contextmanager
+    def _as_wanted(self) -> Iterator[None]:
+        before, self._connector.use_distributed_sampler = self._connector.use_distributed_sampler, self._is_wanted
+        try:
+            yield
+        finally:
+            self._connector.use_distributed_sampler = before
+
 
 # What Lightning does to a model for them is what a ring's model does itself, or nothing.
 _PRECISIONS: Final = ("32-true", "bf16-mixed")

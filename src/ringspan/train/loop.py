@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ringspan.checkpoints.checkpoint import Checkpoints
-from ringspan.checkpoints.manifest import Manifest
+from ringspan.checkpoints.shards import Manifest
 from ringspan.checkpoints.state import random_state, restore, run_state
 from ringspan.core.errors import CheckpointError, ConfigError
 from ringspan.core.files.disk import write_synced

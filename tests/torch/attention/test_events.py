@@ -28,9 +28,8 @@ from ringspan.torch.attention import ring
 from ringspan.torch.attention.calls import calls_of
 from ringspan.torch.attention.part import Ring, accumulation_dtype
 from ringspan.torch.attention.spec import AttentionSpec
-from ringspan.torch.kernels.contract import Scores
+from ringspan.torch.kernels.contract import ANY, Scores
 from ringspan.torch.kernels.device import ruled_by, rules_of
-from ringspan.torch.kernels.memory import ANY
 from ringspan.torch.transport.exchange import PendingReceive, Transfer
 from tests.core.strategies import custom_layouts, masks
 from tests.fuzz import examples

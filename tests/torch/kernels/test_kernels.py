@@ -18,9 +18,8 @@ from ringspan.core.schedule.kernel_launches import KernelLaunch, Window, bands, 
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.torch import kernels
 from ringspan.torch.attention.calls import calls_of
-from ringspan.torch.kernels.contract import BackwardInputs, Scores
+from ringspan.torch.kernels.contract import ANY, BackwardInputs, Scores
 from ringspan.torch.kernels.device import ChunkSize, DeviceRules, multiplies_16_bits, ruled_by, rules_of
-from ringspan.torch.kernels.memory import ANY
 from tests.core.strategies import layouts, masks
 from tests.fuzz import examples
 from tests.torch.attention.test_ring import FLOAT32_LIMIT, Problem, shapes, views

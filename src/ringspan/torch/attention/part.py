@@ -15,9 +15,8 @@ from ringspan.core.schedule.workspace import head_groups
 from ringspan.torch.attention.block import Block, GradientBlock, PackedSpec, PartialBlock, Sums
 from ringspan.torch.attention.calls import Calls
 from ringspan.torch.attention.spec import AttentionSpec
-from ringspan.torch.kernels.contract import BackwardInputs, Scores
+from ringspan.torch.kernels.contract import BackwardInputs, Scores, is_in_rows
 from ringspan.torch.kernels.device import rules_of
-from ringspan.torch.kernels.memory import is_in_rows
 from ringspan.torch.transport.exchange import PendingReceive, Transfer
 from ringspan.torch.transport.protocol import Transport
 

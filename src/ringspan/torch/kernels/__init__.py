@@ -9,13 +9,12 @@ from torch import Tensor
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.tile import Tile
-from ringspan.torch.kernels.contract import InPlace, Returning, Scores
+from ringspan.torch.kernels.contract import InPlace, Memory, Returning, Scores
 from ringspan.torch.kernels.device import rules_of
 from ringspan.torch.kernels.local.aten import CpuFlash, Cudnn, is_slow_at
 from ringspan.torch.kernels.local.eager import Eager
 from ringspan.torch.kernels.local.flash import Flash, Flash2, Flash3, Flash4, TorchFlash
 from ringspan.torch.kernels.local.triton import TritonAttention
-from ringspan.torch.kernels.memory import Memory
 
 KERNELS: Final[dict[str, Returning | InPlace]] = {
     kernel.name: kernel

@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from ringspan.checkpoints.checkpoint import saved_steps
-from ringspan.checkpoints.manifest import TensorEntry, read_manifest, verify
-from ringspan.checkpoints.shards import Chunk, read_chunk
+from ringspan.checkpoints.shards import Chunk, TensorEntry, read_chunk, read_manifest, verify
 from ringspan.core.errors import CheckpointError, ConfigError
 from ringspan.core.files.named import ADAPTER_CONFIG, read_small
 from ringspan.core.messages.lines import one_line, refused

@@ -7,10 +7,9 @@ from torch import Tensor
 
 from ringspan.core.geometry.tile import Tile
 from ringspan.core.schedule.kernel_launches import KernelLaunch, KernelLaunches, keys_a_row, pieces, squares
-from ringspan.torch.kernels.contract import BackwardInputs, Scores, Triangles, too_large
+from ringspan.torch.kernels.contract import FOR_TENSOR_CORES, BackwardInputs, Memory, Scores, Triangles, too_large
 from ringspan.torch.kernels.device import half_precision_on_cuda, rules_of
 from ringspan.torch.kernels.local.eager import Eager
-from ringspan.torch.kernels.memory import FOR_TENSOR_CORES, Memory
 
 _ops = torch.ops.aten
 _LARGEST_HEAD: Final = 128

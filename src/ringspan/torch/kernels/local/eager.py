@@ -15,9 +15,8 @@ from torch import Tensor
 
 from ringspan.core.geometry.tile import Tile
 from ringspan.core.schedule.kernel_launches import SHORT, KernelLaunch, KernelLaunches, bands
-from ringspan.torch.kernels.contract import BackwardInputs, Scores
+from ringspan.torch.kernels.contract import ANY, BackwardInputs, Scores
 from ringspan.torch.kernels.device import ChunkSize, rules_of
-from ringspan.torch.kernels.memory import ANY
 from ringspan.torch.kernels.partials.merge import merge_into
 
 _LOG2E: Final = 1 / log(2)

@@ -15,8 +15,7 @@ from torch import Tensor
 from ringspan.core.geometry.tile import Tile
 from ringspan.core.schedule.kernel_launches import KernelLaunch, KernelLaunches, Window, windows
 from ringspan.torch.kernels import device
-from ringspan.torch.kernels.contract import BackwardInputs, Scores, one_size, too_large
-from ringspan.torch.kernels.memory import FOR_TENSOR_CORES
+from ringspan.torch.kernels.contract import FOR_TENSOR_CORES, BackwardInputs, Scores, one_size, too_large
 
 _LARGEST_HEAD: Final = 256
 _HEAD_MULTIPLE: Final = 8

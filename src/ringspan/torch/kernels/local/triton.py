@@ -7,9 +7,8 @@ from torch import Tensor
 from ringspan.core.geometry.tile import Tile
 from ringspan.core.schedule.kernel_launches import KernelLaunch, KernelLaunches, whole
 from ringspan.gpu import support
-from ringspan.torch.kernels.contract import BackwardInputs, Scores, too_large
+from ringspan.torch.kernels.contract import BackwardInputs, Memory, Scores, too_large
 from ringspan.torch.kernels.device import rules_of
-from ringspan.torch.kernels.memory import Memory
 
 
 class TritonAttention:
