@@ -1,4 +1,4 @@
-"""What local attention kernels take and give: memory, scores, launches, heads of a size, mirrored tiles."""
+"""Contract of local attention kernels: memory, scores, launches, heads of a size, mirrored tiles."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
