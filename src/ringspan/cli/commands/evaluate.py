@@ -21,9 +21,9 @@ from ringspan.cli.checks import (
     Weights,
     check_folder,
     check_picture,
+    on_ranks,
 )
 from ringspan.cli.console import console, hush, say, table
-from ringspan.cli.ranks import on_ranks
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.extras import require
 from ringspan.evaluate.settings import PERPLEXITY, EvalSettings, HarnessSettings, local_folder

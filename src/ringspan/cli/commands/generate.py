@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ringspan.cli.checks import AsJson, CacheDtype, Dtype, Nproc, PrefillTokens, Tp, Weights
+from ringspan.cli.checks import AsJson, CacheDtype, Dtype, Nproc, PrefillTokens, Tp, Weights, on_ranks
 from ringspan.cli.console import console, hush, say
-from ringspan.cli.ranks import on_ranks
 from ringspan.core.errors import ConfigError
 from ringspan.core.files.named import why_no_model
 from ringspan.torch.runtime.environment import is_rank

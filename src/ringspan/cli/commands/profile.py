@@ -7,10 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ringspan.cli.checks import AsJson, LocalRanks, check_folder, refuse_under_torchrun
+from ringspan.cli.checks import AsJson, LocalRanks, check_folder, on_ranks, refuse_under_torchrun
 from ringspan.cli.commands import plan
 from ringspan.cli.console import say
-from ringspan.cli.ranks import on_ranks
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.extras import require
 from ringspan.core.messages.units import shown_bytes, shown_seconds

@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ringspan.cli.checks import AsJson, Nproc, refuse_under_torchrun
-from ringspan.cli.ranks import on_ranks
+from ringspan.cli.checks import AsJson, Nproc, on_ranks, refuse_under_torchrun
 from ringspan.torch.runtime.environment import is_rank
 
 if TYPE_CHECKING:
