@@ -1,4 +1,4 @@
-"""A checkpoint's files, JSON and safetensors alone: a signed manifest, and shards, read by slices on any mesh."""
+"""Files of a checkpoint, only JSON and safetensors: a signed manifest, and shards, read by slices on any mesh."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
