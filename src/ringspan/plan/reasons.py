@@ -237,6 +237,11 @@ def _about_states(question: Question, setting: Setting) -> Iterator[str]:
             "states are counted as in fused kernels (flash-linear-attention, mamba-ssm); transformers' PyTorch code, "
             "which runs without them, holds more and takes longer"
         )
+        if setting.checkpoint == "none" and shape.streams > 1:
+            yield (
+                "without checkpoints, layers with states whose hidden states are in several streams keep more than is "
+                "counted (a small Qwen4-exp 44% on two ranks, in PyTorch code): leave room, or use checkpoints"
+            )
 
 
 def _about_towers(question: Question, setting: Setting) -> Iterator[str]:

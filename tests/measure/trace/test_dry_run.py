@@ -159,8 +159,8 @@ def held_with_checkpoints(mesh, kind, setting):
     return [tracker.held_activations(model, batch) for _ in range(2)][1]
 
 
-# States; an index on pools, with n-grams.
-@pytest.mark.parametrize("kind", ["qwen3_next", "qwen4_exp_text"])
+# States; an index on pools, with n-grams; rotary tables in float32, of which each layer has a copy.
+@pytest.mark.parametrize("kind", ["qwen3_next", "qwen4_exp_text", "dots3_note_text"])
 def test_checkpoints_let_go_of_what_is_made_again(pool, kind):
     setting = Setting(length=1024, ring=2, checkpoint="full", norm_chunk_tokens=128, on_gpu=False)
     planned = held_bytes(from_config(hybrid_config(kind).to_dict(), kind), setting) + 4 * setting.tokens

@@ -155,6 +155,7 @@ class _Watch:
         self.known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.ignore(*model.parameters(), *model.buffers())
         self.shared: dict[int, weakref.ref[torch.UntypedStorage]] = {}  # what layers are given besides hidden states
+        self.copies: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.inputs: set[int] = set()
         grouped = {torch.ops.aten._grouped_mm: _grouped, _FALLBACK: _grouped}
         self.counter = FlopCounterMode(display=False, custom_mapping=grouped)
@@ -164,6 +165,11 @@ class _Watch:
 
     def share(self, *tensors: Tensor) -> None:
         self.shared |= _storages(tensors)
+
+    def copy(self, x: Tensor) -> Tensor:
+        copied = x.to(torch.bfloat16)
+        self.copies |= _storages([copied])
+        return copied
 
     def switch(self, child: str, layer: LayerRun | None = None) -> None:
         """Count what has run since the last switch; from now on a child (of this or another layer) runs."""
@@ -252,7 +258,7 @@ def _run(
         out = decoder(input_ids=tokens, use_cache=False)
         watch.switch("")
         for run in (*runs, watch.outside):
-            run.settle({id(storage) for storage in watch.shared.values()})
+            run.settle({id(storage) for each in (watch.shared, watch.copies) for storage in each.values()})
         del out  # until here, with what its backward pass needs
     return [runs[number] for number in first], watch.outside
 
@@ -276,6 +282,10 @@ def _hooked(
         run.input = given[0].numel() // _TOKENS
         watch.share(*given[1:])
         watch.switch("", run)
+
+    def cast(_: nn.Module, *given: Any) -> Any:
+        """Give a layer copies of its own in its dtype, as FSDP does."""
+        return tree_map(lambda x: watch.copy(x) if isinstance(x, Tensor) and x.dtype == torch.float32 else x, given)
 
     def begin_child(run: LayerRun, name: str, given: list[Tensor]) -> None:
         watch.switch(name)
@@ -301,6 +311,7 @@ def _hooked(
             layer.forward = partial(again, first[number])
             continue
         on(layer, partial(begin_layer, run), partial(end_layer, number))
+        handles.append(layer.register_forward_pre_hook(cast, with_kwargs=True))
         for name, child in layer.named_children():
             on(child, partial(begin_child, run, name), lambda _: watch.switch(""))
         for module in layer.modules():
