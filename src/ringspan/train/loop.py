@@ -219,9 +219,7 @@ class _Run:
 
     def _is_exported(self, step: int) -> bool:
         marker = self._folder / EXPORTED
-        # Earlier versions wrote no marker.
-        exported = int(marker.read_text()) if marker.exists() else step
-        return (self._folder / "model").exists() and exported >= step
+        return (self._folder / "model").exists() and marker.exists() and int(marker.read_text()) >= step
 
     def _say_if_the_disk_is_too_small(self) -> None:
         job = self._job
