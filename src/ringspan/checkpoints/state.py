@@ -52,13 +52,9 @@ def run_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, T
 
 
 def load_state(
-    checkpoints: Checkpoints,
-    folder: Path,
-    manifest: Manifest,
-    tensors: Mapping[str, Tensor | Part],
-    optimizer: torch.optim.Optimizer,
-    own: Mapping[str, Tensor],
-) -> bool:
+    checkpoints: Checkpoints, folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor | Part],
+    optimizer: torch.optim.Optimizer, own: Mapping[str, Tensor],
+) -> bool:  # fmt: skip
     """Fill tensors from a checkpoint (``own`` ones and True if it has as many ranks); errors are all ranks'."""
     # What a checkpoint has and the model lacks would be lost without a word. (Each rank's own tensors are named so.)
     unknown = [name for name in manifest.tensors if name not in tensors and not name.startswith("rank ")]
@@ -117,13 +113,9 @@ def begin_random_numbers(*numbers: int) -> None:
 
 
 def restore(
-    checkpoints: Checkpoints,
-    folder: Path,
-    manifest: Manifest,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    checkpoints: Checkpoints, folder: Path, manifest: Manifest, model: nn.Module, optimizer: torch.optim.Optimizer,
     device: torch.device,
-) -> None:
+) -> None:  # fmt: skip
     """Restore model, optimizer and random numbers, seeded again on other numbers of ranks; errors are all ranks'."""
     tensors = run_state(model, optimizer)
     random = random_state(device)

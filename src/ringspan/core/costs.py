@@ -23,14 +23,9 @@ class LayerSizes:
 
 
 def saved_bytes(
-    sizes: LayerSizes,
-    number_bytes: int,
-    checkpoint: CheckpointName,
-    *,
-    layers: int = 1,
-    layers_per_checkpoint: int = 1,
-    feedforward_in_chunks: bool = False,
-) -> int:
+    sizes: LayerSizes, number_bytes: int, checkpoint: CheckpointName, *, layers: int = 1,
+    layers_per_checkpoint: int = 1, feedforward_in_chunks: bool = False,
+) -> int:  # fmt: skip
     """Return the bytes per token that ``layers`` layers keep from forward to backward.
 
     full        s C                                   the input, of the first of ``layers_per_checkpoint`` layers

@@ -135,13 +135,9 @@ def cut(q0: int, q1: int, k0: int, k1: int, lo: int, hi: int) -> Tile | None:
 
 
 def meet(
-    q_start: NDArray[np.int64] | int,
-    q_count: NDArray[np.int64] | int,
-    k_start: NDArray[np.int64] | int,
-    k_count: NDArray[np.int64] | int,
-    step: int,
-    regions: NDArray[np.int64],
-) -> NDArray[np.int64]:
+    q_start: NDArray[np.int64] | int, q_count: NDArray[np.int64] | int, k_start: NDArray[np.int64] | int,
+    k_count: NDArray[np.int64] | int, step: int, regions: NDArray[np.int64],
+) -> NDArray[np.int64]:  # fmt: skip
     """Return where spans meet regions; arguments broadcast, ``regions`` has ``Mask.table``'s columns first."""
     # Span-local i0, i1, j0, j1 with absolute bounds lo, hi; rows that see no key and keys that no row sees are cut off.
     # An empty meeting has ``i1 <= i0``.

@@ -98,14 +98,9 @@ _Found = tuple[Span, int, int]  # positions of an owner's tokens, and where it s
 
 
 def gather(
-    layout: Layout,
-    keys: Layout,
-    mask: Mask,
-    rank: int,
-    own: tuple[Tile, ...],
-    sends: Sequence[tuple[int, Ranges]],
+    layout: Layout, keys: Layout, mask: Mask, rank: int, own: tuple[Tile, ...], sends: Sequence[tuple[int, Ranges]],
     receives: Sequence[tuple[int, Ranges]],
-) -> Gathered | None:
+) -> Gathered | None:  # fmt: skip
     """Lay out a rank's own keys, whose tiles are ``own``, and all that it receives, in the order of the hops.
 
     None for stripes, whose positions do not continue.

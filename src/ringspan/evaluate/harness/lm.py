@@ -59,14 +59,9 @@ class RingLM(TemplateLM):
     """
 
     def __init__(
-        self,
-        model: RingGenerator,
-        tokenizer: Any,
-        *,
-        max_length: int | None = None,
-        on_request: Callable[[str | None], None] = lambda what: None,
-        answers: str | Path | None = None,
-    ) -> None:
+        self, model: RingGenerator, tokenizer: Any, *, max_length: int | None = None,
+        on_request: Callable[[str | None], None] = lambda what: None, answers: str | Path | None = None,
+    ) -> None:  # fmt: skip
         super().__init__()  # as rank 0 of 1, by which lm-eval divides requests: all ranks are one model
         if not hasattr(model, "new_cache"):
             raise UnsupportedError(f"RingLM needs what rs.parallelize returned, got a {type(model).__name__}")

@@ -180,13 +180,10 @@ class XlaKernel(Kernel):
         return self._over_pairs(work, sums, enter, visit, leave)
 
     def _over_pairs(
-        self,
-        work: Work,
-        sums: _Sums,
-        enter: Callable[[Array, _Sums], tuple[_Rows, _Sums]],
+        self, work: Work, sums: _Sums, enter: Callable[[Array, _Sums], tuple[_Rows, _Sums]],
         visit: Callable[[_Rows, Array, _Sums, Array | None, tuple[Array, Array]], _Sums],
         leave: Callable[[Array, _Sums, _Sums], _Sums],
-    ) -> _Sums:
+    ) -> _Sums:  # fmt: skip
         """Visit all chunk pairs: runs of whole ones, which keep their chunk of queries, and those that bands cut."""
 
         def run(n: Array, sums: _Sums) -> _Sums:

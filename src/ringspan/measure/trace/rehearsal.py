@@ -72,12 +72,9 @@ def refuse_local_ranks(shape: ModelShape, setting: Setting) -> None:
 
 
 def _refuse_more_than(
-    has: int,
-    needs: int,
-    what: str,
-    where: str,
+    has: int, needs: int, what: str, where: str,
     remedy: str = "rehearse with more --devices, a shorter --length or a smaller --model, or use plan --trace",
-) -> None:
+) -> None:  # fmt: skip
     if needs > has:
         raise ConfigError(f"{what} needs {shown_bytes(needs)} and {where} has {shown_bytes(has)}; {remedy}")
 
@@ -87,13 +84,9 @@ def host_memory_bytes() -> int:
 
 
 def rehearse(
-    config: PreTrainedConfig,
-    setting: Setting,
-    rank: int,
-    bandwidth: float,
-    doing: Callable[[str], None] = lambda what: None,
-    made_on: torch.device | None = None,
-) -> Rehearsal:
+    config: PreTrainedConfig, setting: Setting, rank: int, bandwidth: float,
+    doing: Callable[[str], None] = lambda what: None, made_on: torch.device | None = None,
+) -> Rehearsal:  # fmt: skip
     """Run training steps as ``rank`` of ``ring x replicate`` on this process's device.
 
     ``peak_bytes``: the most that the allocator gave out in a step, kernels' buffers included; ``bytes``: tensors at

@@ -187,12 +187,8 @@ class _Group:
 
 
 def _give_back(
-    ring: Ring,
-    number: int,
-    total: GradientBlock,
-    gradients: tuple[Tensor, Tensor],
-    dtype: torch.dtype,
-) -> Callable[[], None]:
+    ring: Ring, number: int, total: GradientBlock, gradients: tuple[Tensor, Tensor], dtype: torch.dtype,
+) -> Callable[[], None]:  # fmt: skip
     """Start to send gradients of gathered keys to their owners; return a call that fills this rank's own."""
     assert ring.gathered is not None
     hops, plan, k, v = ring.schedule.hops, ring.gathered, *gradients

@@ -137,13 +137,9 @@ def forward(
 
 
 def backward(
-    ring: Ring,
-    queries: tuple[Tensor, Tensor, Tensor, Tensor],
-    own: Block,
-    expansion: Expansion,
-    *,
+    ring: Ring, queries: tuple[Tensor, Tensor, Tensor, Tensor], own: Block, expansion: Expansion, *,
     trains_weight: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Return gradients of q, of latents, of the rotary part, and of this rank's pairs by the weight, empty if frozen.
 
     ``queries`` are dout, q, out and lse; the weight's gradient is to be summed over all ranks.

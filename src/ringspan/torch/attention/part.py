@@ -126,14 +126,9 @@ def post(
 
 
 def run_forward(
-    ring: Ring,
-    calls: Calls,
-    owner: int,
-    heads: slice,
-    queries: Tensor,
-    keys: tuple[Tensor, Tensor],
+    ring: Ring, calls: Calls, owner: int, heads: slice, queries: Tensor, keys: tuple[Tensor, Tensor],
     total: PartialBlock,
-) -> None:
+) -> None:  # fmt: skip
     kernel, launches = calls
     for launch, rows, columns, sums in launches:
         here, there = queries[:, :, rows], (keys[0][:, :, columns], keys[1][:, :, columns])

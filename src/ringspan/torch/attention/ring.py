@@ -156,13 +156,9 @@ def _backward_of_heads(
 
 
 def send_gradients(
-    ring: Ring,
-    number: int,
-    own: Block,
-    gradients: tuple[Tensor, Tensor],
-    compute: Callable[[Hop, Block, GradientBlock], None],
-    unfinished: list[Callable[[], None]],
-) -> Callable[[], None]:
+    ring: Ring, number: int, own: Block, gradients: tuple[Tensor, Tensor],
+    compute: Callable[[Hop, Block, GradientBlock], None], unfinished: list[Callable[[], None]],
+) -> Callable[[], None]:  # fmt: skip
     """Have ``compute`` add to each block's gradients, bring these to their owners; return a call to fill its own."""
     hops, dtype = ring.schedule.hops, accumulation_dtype(own.k.dtype)
     local = GradientBlock.at_owner(*gradients, dtype)

@@ -22,14 +22,9 @@ _RING_BACKWARD: Final = torch.ops.ringspan.ring_attention_backward.default
 
 
 def layer_attention(
-    asked: Request,
-    lengths: Tensor | None,
-    layout: BatchLayoutName,
-    group: dist.ProcessGroup,
-    *,
-    window: int | None,
+    asked: Request, lengths: Tensor | None, layout: BatchLayoutName, group: dist.ProcessGroup, *, window: int | None,
     chunk: int | None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Compute ``ring_attention`` of sequences with ``lengths`` as ``rows_of`` takes them; None if one document."""
     q, k, v = in_autocast(asked.q, asked.k, asked.v)
     spec = AttentionSpec(
@@ -66,12 +61,9 @@ def ends_of(lengths: Tensor) -> Tensor:
 
 @lru_cache(maxsize=64)
 def mask_of(
-    length: int,
-    lengths: Segments | None,
-    window: int | None,
-    chunk: int | None,
+    length: int, lengths: Segments | None, window: int | None, chunk: int | None,
     blocks: tuple[tuple[int, int], ...] = (),
-) -> Mask:
+) -> Mask:  # fmt: skip
     """Return the mask of documents or a tree, in a ``window`` or a ``chunk``, or both ways in ``blocks``."""
     if blocks:
         assert chunk is None, "no model has both"

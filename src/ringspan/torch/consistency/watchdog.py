@@ -94,13 +94,9 @@ class Watchdog:
     """Watchdog over the other ranks, told by ``step`` and ``doing``; ``end`` exits with a code."""
 
     def __init__(
-        self,
-        config: Limits,
-        folder: Path | None,
-        end: Callable[[int], Any] = os._exit,
-        *,
+        self, config: Limits, folder: Path | None, end: Callable[[int], Any] = os._exit, *,
         leaving_seconds: float = float("inf"),
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Write stacks to stderr without a ``folder``; name a departed rank awaited for ``leaving_seconds``."""
         self._config, self._folder, self._end, self._leaving_seconds = config, folder, end, leaving_seconds
         self._rank, self._num_ranks = dist.get_rank(), dist.get_world_size()

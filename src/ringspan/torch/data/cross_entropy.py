@@ -109,12 +109,9 @@ def _check_targets(targets: Tensor, vocabulary: int) -> None:
 
 
 def _choose_liger(
-    impl: LossName,
-    hidden: Tensor,
-    group: dist.ProcessGroup | None = None,
-    logit_scale: float = 1.0,
+    impl: LossName, hidden: Tensor, group: dist.ProcessGroup | None = None, logit_scale: float = 1.0,
     reduction: ReductionName = "sum",
-) -> Callable[..., Tensor] | None:
+) -> Callable[..., Tensor] | None:  # fmt: skip
     """Return Liger's fused loss if wanted and able to sum the weight's gradient in float32, else None."""
     find_name("loss", impl, LOSS_NAMES, ConfigError)
     reasons = {

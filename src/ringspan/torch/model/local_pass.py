@@ -24,15 +24,9 @@ from ringspan.torch.recurrence.current import IndexLoss, SequencePass, passing
 
 
 def local_hidden_states(
-    model: RingModel,
-    input_ids: Tensor,
-    position_ids: Tensor,
-    longest: int,
-    document_lengths: Tensor | None,
-    media: Media | None,
-    fold: Fold | None = None,
-    index_loss: IndexLoss | None = None,
-) -> Tensor:
+    model: RingModel, input_ids: Tensor, position_ids: Tensor, longest: int, document_lengths: Tensor | None,
+    media: Media | None, fold: Fold | None = None, index_loss: IndexLoss | None = None,
+) -> Tensor:  # fmt: skip
     """Compute hidden states (B, T, C) of local tokens (B, T); ``longest`` document's tokens are without padding."""
     decoder = decoder_on_ring(model)
     if document_lengths is not None and counts_real_tokens(decoder):

@@ -146,13 +146,9 @@ class MediaPass(SharedTowers):
     """Images of one batch on their way through a model; ``inputs`` may be another replica's."""
 
     def __init__(
-        self,
-        model: RingModel,
-        media: Media | None,
-        inputs: Mapping[str, Inputs],
-        split: BatchLayout,
+        self, model: RingModel, media: Media | None, inputs: Mapping[str, Inputs], split: BatchLayout,
         lengths: Tensor | None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(model)
         self.media, self.split, self.lengths = media, split, lengths
         for modality in self.kind.modalities:

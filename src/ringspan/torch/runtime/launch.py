@@ -46,14 +46,9 @@ _THRIFT: Final = {"GLIBC_TUNABLES": f"glibc.malloc.mmap_threshold={1 << 20}:glib
 
 
 def launch(
-    function: Callable[..., Any],
-    num_ranks: int,
-    *args: object,
-    threads: int | None = None,
-    max_restarts: int = 0,
-    forward_signals: bool = False,
-    is_thrifty: bool = False,
-) -> list[Any]:
+    function: Callable[..., Any], num_ranks: int, *args: object, threads: int | None = None, max_restarts: int = 0,
+    forward_signals: bool = False, is_thrifty: bool = False,
+) -> list[Any]:  # fmt: skip
     """Run ``function(*args)`` on ``num_ranks`` local processes that form the default process group; results by rank.
 
     Ranks meet through a file and talk over loopback, with ``threads`` CPU threads (default: an equal share of the

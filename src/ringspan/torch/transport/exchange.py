@@ -127,12 +127,9 @@ class Transfer:
     """Sends and receives under way. What is sent must stay as it is until ``wait`` returns."""
 
     def __init__(
-        self,
-        works: Sequence[dist.Work],
-        sends: Sequence[Tensor],
-        record: TransferRecord | None = None,
+        self, works: Sequence[dist.Work], sends: Sequence[Tensor], record: TransferRecord | None = None,
         receive: Callable[[], None] | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Let ``receive`` wait for shared-memory messages, instead of ``works``."""
         self._works, self._sends, self._record, self._receive = list(works), list(sends), record, receive
 

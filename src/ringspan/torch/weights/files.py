@@ -76,14 +76,9 @@ class WeightFiles:
 
 
 def folder_of(
-    name: str | Path,
-    *,
-    revision: str | None = None,
-    local_files_only: bool = False,
-    subfolder: str = "",
-    variant: str | None = None,
-    more: Sequence[str] = (),
-) -> Path:
+    name: str | Path, *, revision: str | None = None, local_files_only: bool = False, subfolder: str = "",
+    variant: str | None = None, more: Sequence[str] = (),
+) -> Path:  # fmt: skip
     """Return a name's local folder, downloading what is opened and ``more``; OSError, ValueError or ConfigError."""
     if Path(name).is_dir():
         return Path(name, subfolder)

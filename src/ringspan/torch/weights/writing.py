@@ -234,14 +234,9 @@ def shards_of(model: PreTrainedModel, mesh: DeviceMesh) -> dict[str, Deferred]:
 
 
 def plan_files(
-    model: PreTrainedModel,
-    tensors: dict[str, Any],
-    *,
-    max_shard_size: int | str,
-    variant: str | None = None,
-    dtype: torch.dtype | None = None,
-    save_original_format: bool = True,
-) -> WeightsPlan:
+    model: PreTrainedModel, tensors: dict[str, Any], *, max_shard_size: int | str, variant: str | None = None,
+    dtype: torch.dtype | None = None, save_original_format: bool = True,
+) -> WeightsPlan:  # fmt: skip
     """Plan the files of transformers' ``save_pretrained`` for deferred tensors, cast to ``dtype`` if given."""
     if dtype is not None:
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}

@@ -171,12 +171,9 @@ def _asks_for_evaluation(config: TrainConfig) -> bool:
 
 
 def build_data(
-    config: TrainConfig,
-    tokenizer: PreTrainedTokenizerBase,
-    scan: DocumentScan | None = None,
-    *,
+    config: TrainConfig, tokenizer: PreTrainedTokenizerBase, scan: DocumentScan | None = None, *,
     vocabulary: int = 1 << 31,
-) -> Data:
+) -> Data:  # fmt: skip
     """Build documents, tokens and sequences for a vocabulary; the first call fills `datasets`' cache."""
     settings = config.data
     scan = scan or scan_documents(settings)

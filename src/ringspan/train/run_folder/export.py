@@ -153,13 +153,9 @@ _PREFIX: Final = "model/"
 
 
 def export_checkpoint(
-    run: Path,
-    step: int | None,
-    folder: Path,
-    *,
-    max_shard_size: int | str = MAX_SHARD_SIZE,
+    run: Path, step: int | None, folder: Path, *, max_shard_size: int | str = MAX_SHARD_SIZE,
     doing: Callable[[str], None] = lambda what: None,
-) -> tuple[int, int]:
+) -> tuple[int, int]:  # fmt: skip
     """Export a checkpoint (None: the newest) like ``<run>/model``; return its step and weight bytes."""
     _refuse_existing(folder)
     config, saved = _settings_of(run), _checkpoint_of(run, step)
@@ -198,12 +194,9 @@ def export_checkpoint(
 
 
 def export_merged(
-    adapter: Path,
-    folder: Path,
-    *,
-    max_shard_size: int | str = MAX_SHARD_SIZE,
+    adapter: Path, folder: Path, *, max_shard_size: int | str = MAX_SHARD_SIZE,
     doing: Callable[[str], None] = lambda what: None,
-) -> int:
+) -> int:  # fmt: skip
     """Export the base model of an adapter folder with the adapter merged into it; return the bytes of its weights.
 
     The base is held in memory, in the dtype of its files, also if the adapter was trained over packed weights.
@@ -234,12 +227,9 @@ def _refuse_existing(folder: Path) -> None:
 
 
 def _write(
-    plan: WeightsPlan,
-    num_parameters: int,
-    folder: Path,
-    write_rest: Callable[[Path], None],
+    plan: WeightsPlan, num_parameters: int, folder: Path, write_rest: Callable[[Path], None],
     doing: Callable[[str], None],
-) -> None:
+) -> None:  # fmt: skip
     folder.parent.mkdir(parents=True, exist_ok=True)
     if problem := missing_room(folder.parent, plan.num_bytes):
         raise CheckpointError(problem)

@@ -26,13 +26,9 @@ class RingCache(Cache):
     layers: list[Any]
 
     def __init__(
-        self,
-        kinds: Sequence[LayerKind | None],
-        ranks: int,
-        rank: int,
-        dtype: str | None = None,
+        self, kinds: Sequence[LayerKind | None], ranks: int, rank: int, dtype: str | None = None,
         states: Sequence[int] = (),
-    ) -> None:
+    ) -> None:  # fmt: skip
         check_dtype(dtype)
         self.dtype: Final = dtype
         self.shares = Shares(ranks)

@@ -65,13 +65,9 @@ class RouterRecorder:
 
 
 def run_in_blocks(
-    modules: list[nn.Module],
-    chunk_tokens: int,
-    option: str,
-    *,
-    from_tokens: int = 0,
+    modules: list[nn.Module], chunk_tokens: int, option: str, *, from_tokens: int = 0,
     recorder: RouterRecorder | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Run token-wise modules on ``chunk_tokens`` at a time, in place, from ``from_tokens``; ConfigError below 1."""
     check_whole(option, chunk_tokens, otherwise="; 0 is for none")
     for module in dict.fromkeys(modules):  # layers may share one
@@ -201,14 +197,9 @@ class _Recomputed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        run: _Run,
-        chunk_tokens: int,
-        module: nn.Module,
-        scores: tuple[int, int],
-        hidden: Tensor,
+        ctx: Any, run: _Run, chunk_tokens: int, module: nn.Module, scores: tuple[int, int], hidden: Tensor,
         *parameters: Tensor,
-    ) -> tuple[Tensor, ...]:
+    ) -> tuple[Tensor, ...]:  # fmt: skip
         """Return also memoryless placeholders for router scores (T, E), which carry their gradients back."""
         ctx.save_for_backward(hidden)
         ctx.run, ctx.chunk_tokens, ctx.module = run, chunk_tokens, module

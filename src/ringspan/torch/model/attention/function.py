@@ -131,14 +131,9 @@ def _over_cache(module: nn.Module, asked: Request, turn: Turn, kind: LayerKind) 
 
 
 def _over_ring(
-    module: nn.Module,
-    asked: Request,
-    packed: Packed | None,
-    ring: dist.ProcessGroup,
-    kind: LayerKind,
-    config: StepConfig,
-    fold: Fold | None,
-) -> Tensor:
+    module: nn.Module, asked: Request, packed: Packed | None, ring: dist.ProcessGroup, kind: LayerKind,
+    config: StepConfig, fold: Fold | None,
+) -> Tensor:  # fmt: skip
     """Attend over the ring, each row under its documents' mask: (B, T, H, D)."""
     length = asked.q.shape[2] * dist.get_world_size(ring) if fold is None else fold.length
     if _has_temperature(module):

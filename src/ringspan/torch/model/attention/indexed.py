@@ -39,14 +39,9 @@ class ChoosingAttention(Mixin):
 
 class _Index(Mixin):
     def forward(
-        self: Any,
-        hidden_states: Tensor,
-        q_resid: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
-        *_: object,
-        past_key_values: Any = None,
-        **__: object,
-    ) -> Choice:
+        self: Any, hidden_states: Tensor, q_resid: Tensor, position_embeddings: tuple[Tensor, Tensor], *_: object,
+        past_key_values: Any = None, **__: object,
+    ) -> Choice:  # fmt: skip
         """Compute queries, keys and weights as transformers' index does; over a cache, its share of the keys."""
         if (all_ := everything(hidden_states, self.index_topk)) is not None:
             return all_
