@@ -95,7 +95,7 @@ class PooledIndex(Mixin):
 
 
 class GatedPools(Mixin):
-    """GLM-5-Next: keys are means of four, weighted by a gate of each channel."""
+    """GLM-5-Next: keys are means of a pool, weighted by a gate of each channel."""
 
     @torch.no_grad()
     def forward(
