@@ -63,8 +63,9 @@ def python_names() -> Iterator[tuple[str, str]]:
         yield name, signature(value)
         if isinstance(value, type):
             for member in sorted(vars(value)):
-                if not member.startswith("_"):
-                    attribute = getattr(value, member)
+                attribute = getattr(value, member)
+                # torch hangs a hook on the step of an optimizer's class when one is made.
+                if not member.startswith("_") and not hasattr(attribute, "hooked"):
                     yield f"{name}.{member}", signature(attribute) if callable(attribute) else "an attribute"
 
 

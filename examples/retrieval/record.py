@@ -4,6 +4,7 @@ line brave-otter: REGISTER_CONTENT is <51394>
 [line ][brave][-otter][: REGISTER_CONTENT is <][5][1][3][9][4][>\\n]
 """
 
+import re
 from typing import Final
 
 import numpy as np
@@ -12,7 +13,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from ringspan.evaluate.tasks import ADJECTIVES, AFTER, ASKED, BEFORE, NOUNS
+from ringspan.evaluate.tasks import ADJECTIVES, NOUNS, TEXTS
+
+BEFORE, AFTER, ASKED = re.split(r"\{record\}|line \{name\}", TEXTS["lines"]["text"])
 
 CUE: Final = ": REGISTER_CONTENT is <"
 FIXED: Final = ("[unknown]", BEFORE, AFTER, f"{ASKED}\n", "line ", CUE, ">\n")

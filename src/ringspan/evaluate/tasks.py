@@ -84,11 +84,11 @@ class Task:
     needles: int | None = None  # default number of values to be found; None if that is no option
 
 
-_TEXTS: Final = tomllib.loads(Path(__file__).with_name("prompts.toml").read_text(encoding="utf-8"))
+TEXTS: Final = tomllib.loads(Path(__file__).with_name("prompts.toml").read_text(encoding="utf-8"))
 
 
 def _prompt(which: str, answers: Sequence[str], **parts: object) -> Prompt:
-    said = _TEXTS[which]
+    said = TEXTS[which]
     return Prompt(said["text"].format(**parts), said["cue"].format(**parts), tuple(answers))
 
 
