@@ -54,12 +54,20 @@ class Tokens(NamedTuple):
     received: tuple[tuple[int, int], ...]
 
 
-def seen_by(mask: Mask, positions: Integers, length: int) -> Seen:
-    """Return the keys that queries at these positions see; MaskError if one sees several regions."""
+def seen_in(mask: Mask, length: int) -> Callable[[Integers], Seen]:
+    """Return what tells the keys that queries at some positions see; MaskError if one sees several regions."""
     table = mask.table(length, length)
     table = table[np.argsort(table[:, 0], kind="stable")]
     if (table[1:, 0] < table[:-1, 1]).any():
         raise MaskError(f"an index chooses among one range of keys for each query; use causal or documents, not {mask}")
+    return partial(_seen, table)
+
+
+def seen_by(mask: Mask, positions: Integers, length: int) -> Seen:
+    return seen_in(mask, length)(positions)
+
+
+def _seen(table: Integers, positions: Integers) -> Seen:
     if not len(table):
         return Seen(np.zeros_like(positions), np.zeros_like(positions))
     q0, q1, k0, k1, lo, hi = table[np.searchsorted(table[:, 0], positions, side="right").clip(1) - 1].T
@@ -86,7 +94,7 @@ def wanted(
 @lru_cache(maxsize=256)
 def exchanged(layout: Layout, mask: Mask, rank: int) -> Tokens:
     """Return the tokens that one rank exchanges, so that each rank has what its tokens see."""
-    seen_at = partial(seen_by, mask, length=layout.length)
+    seen_at = seen_in(mask, layout.length)
     held = seeing(layout, seen_at)
     sent = (int(wanted(held[rank], each, seen_at).sum()) for each in held)
     received = (int(wanted(each, held[rank], seen_at).sum()) for each in held)

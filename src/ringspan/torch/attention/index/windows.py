@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ringspan.core.geometry.layout import CustomLayout, Layout
 from ringspan.core.geometry.mask import Mask
-from ringspan.core.selection import EVERYTHING, Integers, Seen, seeing, seen_by, wanted
+from ringspan.core.selection import EVERYTHING, Integers, Seen, seeing, seen_in, wanted
 from ringspan.torch.attention.handler import handled
 from ringspan.torch.attention.index.chosen import attend, attend_backward
 from ringspan.torch.attention.part import accumulation_dtype, sink_gradient
@@ -130,8 +130,7 @@ class Row(NamedTuple):
 
     def seen_at(self, positions: Integers) -> Seen:
         """Return the keys of each position; none for padding."""
-        mask = Mask.parse(self.mask if self.cached is None else "causal")
-        return seen_by(mask, positions, self.layout.length)
+        return _seen_in(self.mask if self.cached is None else "causal", self.layout.length)(positions)
 
     @property
     def length(self) -> int:
@@ -214,7 +213,12 @@ class Row(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _most(mask: str, layout: Layout) -> int:
-    return int(seen_by(Mask.parse(mask), np.arange(layout.length), layout.length).counts.max())
+    return int(_seen_in(mask, layout.length)(np.arange(layout.length)).counts.max())
+
+
+@lru_cache(maxsize=64)
+def _seen_in(mask: str, length: int) -> Callable[[Integers], Seen]:
+    return seen_in(Mask.parse(mask), length)
 
 
 @lru_cache(maxsize=64)
