@@ -8,7 +8,7 @@ import ringspan as rs
 from ringspan.core.geometry.balanced import batch_layout
 from ringspan.core.geometry.mask import Mask
 from ringspan.core.names import BATCH_LAYOUT_NAMES
-from ringspan.core.selection import exchanged, scored_and_chosen, scored_and_chosen_causally, seen_by
+from ringspan.core.selection import exchanged, scored_and_chosen, scored_and_chosen_causally, seen_in
 from tests.fuzz import examples
 
 LENGTHS = st.lists(st.integers(1, 24), min_size=1, max_size=4)
@@ -31,7 +31,7 @@ def test_costs_of_a_choice_are_those_of_its_queries(lengths, layout, ranks, topk
         for rank, positions in enumerate(held):
             counts = [int(real[p].sum()) // size for p in positions]
             expected = sum(counts), sum(min(topk, count) for count in counts)
-            found = scored_and_chosen(seen_by(mask, split.positions(rank), length), topk, size)
+            found = scored_and_chosen(seen_in(mask, length)(split.positions(rank)), topk, size)
             assert found == expected
             if mask == rs.causal() and all(span.step == 1 for span in split.spans(rank)):
                 assert scored_and_chosen_causally(split.spans(rank), length, topk, size) == expected

@@ -63,10 +63,6 @@ def seen_in(mask: Mask, length: int) -> Callable[[Integers], Seen]:
     return partial(_seen, table)
 
 
-def seen_by(mask: Mask, positions: Integers, length: int) -> Seen:
-    return seen_in(mask, length)(positions)
-
-
 def _seen(table: Integers, positions: Integers) -> Seen:
     if not len(table):
         return Seen(np.zeros_like(positions), np.zeros_like(positions))
@@ -76,29 +72,39 @@ def _seen(table: Integers, positions: Integers) -> Seen:
     return Seen(np.where(sees, first, 0), np.where(sees, stop, 0))
 
 
-def seeing(layout: Layout, seen_at: Callable[[Integers], Seen]) -> list[Integers]:
-    """Return the positions of each rank that see something, in order."""
-    each = (np.sort(layout.positions(rank)) for rank in range(layout.ranks))
-    return [positions[seen_at(positions).counts > 0] for positions in each]
+class Held(NamedTuple):
+    """Positions of tokens, in order, and the first key that each sees."""
+
+    positions: Integers
+    first: Integers
 
 
-def wanted(
-    held: Integers, readers: Integers, seen_at: Callable[[Integers], Seen], reach: int = EVERYTHING
-) -> NDArray[np.bool_]:
+def seeing(layout: Layout, seen_at: Callable[[Integers], Seen]) -> list[Held]:
+    """Return each rank's positions that see something."""
+    each = [np.sort(layout.positions(rank)) for rank in range(layout.ranks)]
+    sees = [(positions, seen_at(positions)) for positions in each]
+    return [Held(positions[seen.counts > 0], seen.first[seen.counts > 0]) for positions, seen in sees]
+
+
+def wanted(held: Held, readers: Held, reach: int = EVERYTHING) -> NDArray[np.bool_]:
     """Return which positions a reader sees that follows within ``reach``."""
-    following = np.append(readers, -1)[np.searchsorted(readers, held)]
-    near = (following >= 0) & (following - held < reach)
-    return near & (seen_at(following).first == seen_at(held).first)
+    places = np.searchsorted(readers.positions, held.positions)
+    following, first = (np.append(each, -1)[places] for each in readers)
+    return (following >= 0) & (following - held.positions < reach) & (first == held.first)
 
 
 @lru_cache(maxsize=256)
 def exchanged(layout: Layout, mask: Mask, rank: int) -> Tokens:
     """Return the tokens that one rank exchanges, so that each rank has what its tokens see."""
-    seen_at = seen_in(mask, layout.length)
-    held = seeing(layout, seen_at)
-    sent = (int(wanted(held[rank], each, seen_at).sum()) for each in held)
-    received = (int(wanted(each, held[rank], seen_at).sum()) for each in held)
+    held = _held(layout, mask)
+    sent = (int(wanted(held[rank], each).sum()) for each in held)
+    received = (int(wanted(each, held[rank]).sum()) for each in held)
     return Tokens(*(tuple((peer, count) for peer, count in enumerate(each) if count) for each in (sent, received)))
+
+
+@lru_cache(maxsize=4)  # for all ranks of a layout
+def _held(layout: Layout, mask: Mask) -> list[Held]:
+    return seeing(layout, seen_in(mask, layout.length))
 
 
 def scored_and_chosen(seen: Seen, topk: float, size: int = 1) -> tuple[int, float]:

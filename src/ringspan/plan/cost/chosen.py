@@ -11,7 +11,7 @@ from ringspan.core.schedule.choosing import ChoosingPart, backward, forward
 from ringspan.core.schedule.steps import Event, Free, Make
 from ringspan.core.schedule.timing import Pass, Speeds, pair_flops, slowest, stretched
 from ringspan.core.schedule.workspace import Shape
-from ringspan.core.selection import Index, exchanged, scored_and_chosen, scored_and_chosen_causally, seen_by
+from ringspan.core.selection import Index, exchanged, scored_and_chosen, scored_and_chosen_causally, seen_in
 
 _MOST_RANKS: Final = 64  # of which each stands for several of more
 _TOKENS: Final = 64  # of a rank, which stand for all: what is exchanged grows with them
@@ -31,7 +31,7 @@ def chosen_passes(layout: Layout, mask: Mask, shape: Shape, speeds: Speeds) -> t
 
 
 @lru_cache(maxsize=4096)
-def chosen_bytes(layout: LayoutName, length: int, ranks: int, shape: Shape) -> tuple[int, int]:
+def most_backward_bytes(layout: LayoutName, length: int, ranks: int, shape: Shape) -> tuple[int, int]:
     """Return the most bytes that backward holds in one moment: of sums, and in transit."""
     parts = (_part(Layout(layout, length, ranks), causal(), rank, shape) for rank in {0, ranks - 1})
     sums, in_transit = max((_most(backward(part)) for part in parts), key=sum)
@@ -40,7 +40,7 @@ def chosen_bytes(layout: LayoutName, length: int, ranks: int, shape: Shape) -> t
 
 def even_choice(length: int, ranks: int, shape: Shape, speeds: Speeds) -> tuple[Pass, Pass]:
     """Return passes of evenly shared work that sends nothing."""
-    part = _part(Layout("contiguous", length, 1), causal(), 0, shape)
+    part = _part(_alone(length), causal(), 0, shape)
     ahead = (part.choosing + part.attending) * pair_flops(shape, is_backward=False)
     back = part.attending * pair_flops(shape, is_backward=True)
     forward, backward = (Pass(each, each, 0.0, 0.0) for each in (work / ranks / speeds.flops for work in (ahead, back)))
@@ -49,12 +49,12 @@ def even_choice(length: int, ranks: int, shape: Shape, speeds: Speeds) -> tuple[
 
 def attended_pairs(index: Index, length: int) -> float:
     """Count the pairs of a causal sequence's attention."""
-    return _pairs(Layout("contiguous", length, 1), causal(), 0, index)[1]
+    return _pairs(_alone(length), causal(), 0, index)[1]
 
 
 def scoring_flops(index: Index, length: int) -> float:
     """Return what scoring a causal sequence's keys takes."""
-    return 2.0 * index.scored * _pairs(Layout("contiguous", length, 1), causal(), 0, index)[0]
+    return 2.0 * index.scored * _pairs(_alone(length), causal(), 0, index)[0]
 
 
 def _part(layout: Layout, mask: Mask, rank: int, shape: Shape) -> ChoosingPart:
@@ -78,17 +78,19 @@ def _part(layout: Layout, mask: Mask, rank: int, shape: Shape) -> ChoosingPart:
     )
 
 
+def _alone(length: int) -> Layout:
+    return Layout("contiguous", length, 1)
+
+
 def _pairs(layout: Layout, mask: Mask, rank: int, index: Index) -> tuple[float, float]:
     """Return the pairs that one rank's queries score, and those that they attend to."""
-    if mask == causal() and layout.name != "striped" and not isinstance(layout, CustomLayout):
-        spans = layout.spans(rank)
-        scored, chosen = scored_and_chosen_causally(spans, layout.length, index.topk, index.size)
-    elif mask == causal() and not isinstance(layout, CustomLayout):  # of which each rank has the same share
-        whole = Layout("contiguous", layout.length, 1).spans(0)
-        counts = scored_and_chosen_causally(whole, layout.length, index.topk, index.size)
-        scored, chosen = (each / layout.ranks for each in counts)
+    if mask == causal() and not isinstance(layout, CustomLayout):
+        shares = layout.ranks if layout.name == "striped" else 1  # each rank's is the same
+        spans = _alone(layout.length).spans(0) if shares > 1 else layout.spans(rank)
+        counts = scored_and_chosen_causally(spans, layout.length, index.topk, index.size)
+        scored, chosen = (each / shares for each in counts)
     else:
-        seen = seen_by(mask, layout.positions(rank), layout.length)
+        seen = seen_in(mask, layout.length)(layout.positions(rank))
         scored, chosen = scored_and_chosen(seen, index.topk, index.size)
     return scored, index.keys * chosen + index.others * layout.tokens_per_rank
 

@@ -14,7 +14,7 @@ from ringspan.core.costs import loss_bytes
 from ringspan.core.schedule.route import Heads, Route, member_heads
 from ringspan.core.schedule.workspace import Shape, head_groups
 from ringspan.plan.cost import kept
-from ringspan.plan.cost.chosen import chosen_bytes
+from ringspan.plan.cost.chosen import most_backward_bytes
 from ringspan.plan.cost.folds import brought_bytes, keys_of, waiting_bytes
 from ringspan.plan.cost.loop import loop_bytes, tile_pairs
 from ringspan.plan.cost.setting import Setting, check_setting
@@ -341,7 +341,7 @@ def _chosen_backward_bytes(kind: LayerKind, setting: Setting) -> tuple[int, int]
     """Return the same of attention to chosen keys: their positions are unpacked, then looked up."""
     sizes, a = (kind.heads, kind.kv_heads, kind.head_dim, kind.value_dim), setting.number_bytes
     shape = Shape(setting.batch, *sizes, a, index=kind.index)
-    sums, in_transit = chosen_bytes(setting.layout, setting.length, setting.ring, shape)
+    sums, in_transit = most_backward_bytes(setting.layout, setting.length, setting.ring, shape)
     positions = 2 * 4 * kind.index.topk * kind.index.keys if kind.index else 0
     return sums + setting.tokens * (a * kind.heads * kind.head_dim + positions), in_transit
 

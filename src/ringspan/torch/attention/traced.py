@@ -59,6 +59,11 @@ def ends_of(lengths: Tensor) -> Tensor:
     return (lengths if lengths.ndim == 2 else lengths[..., 0]).sum(1, keepdim=True)
 
 
+def parts_of(rows: int) -> list[slice]:
+    """Return each row's part of the batch; one row stands for all."""
+    return [slice(None)] if rows == 1 else [slice(row, row + 1) for row in range(rows)]
+
+
 @lru_cache(maxsize=64)
 def mask_of(
     length: int, lengths: Segments | None, window: int | None, chunk: int | None,
@@ -119,12 +124,11 @@ def _attentions(
     if lengths is not None:
         found = [*rows_of(lengths)]
         found = found[:1] if len(set(found)) == 1 else found
-    for row, of_row in enumerate(found):
+    for rows, of_row in zip(parts_of(len(found)), found, strict=True):
         layout = asked.layout
         if layout == "balanced":
             assert of_row is not None, "checked when the batch was made"
             layout = batch_layout("balanced", length, dist.get_world_size(group), of_row)
-        rows = slice(None) if len(found) == 1 else slice(row, row + 1)
         request = Request(
             q=q[rows],
             k=k[rows],

@@ -69,10 +69,8 @@ class Resting:
 
     def _fill(self, resting: list[Any]) -> None:
         for parameter in resting:
-            whole, before = (
-                parameter._unsharded_param,
-                (parameter.sharded_param.grad, parameter.unsharded_accumulated_grad),
-            )
+            whole = parameter._unsharded_param
+            before = parameter.sharded_param.grad, parameter.unsharded_accumulated_grad
             self._is_awake[parameter] |= any(gradient is not None for gradient in (whole.grad, *before))
             if whole.grad is None and whole.requires_grad:
                 whole.grad = torch.zeros_like(whole)

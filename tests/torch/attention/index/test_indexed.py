@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import ringspan as rs
 from ringspan.core import reference
 from ringspan.core.names import LAYOUT_NAMES
-from ringspan.core.selection import seen_by
+from ringspan.core.selection import seen_in
 from ringspan.torch.attention.index import chosen, indexed
 from ringspan.torch.attention.index.windows import fetched, windows_of
 from ringspan.torch.attention.op import assemble
@@ -71,7 +71,7 @@ def allowed_by(keys, num_keys):
 def oracle(mask, topk, sinks, tensors):
     """Return the chosen keys, out, dq, dkv and dsinks."""
     q, kv, dout, iq, ik, weights = (x.double().numpy() for x in tensors)
-    seen, keys = seen_by(mask, np.arange(q.shape[2]), q.shape[2]), []
+    seen, keys = seen_in(mask, q.shape[2])(np.arange(q.shape[2])), []
     for row in range(BATCH):
         scores = index_scores(iq[row].swapaxes(0, 1), ik[row, 0], weights[row, ..., 0].T, 1.0)
         keys.append(chosen_keys(scores, seen, topk))
@@ -151,10 +151,10 @@ def test_scores_are_ordered_and_equal_ones_by_position():
 
 
 def test_queries_see_a_range_of_keys_and_odd_masks_raise():
-    seen = seen_by(rs.documents([5, 3]), np.arange(9), 8)
+    seen = seen_in(rs.documents([5, 3]), 8)(np.arange(9))
     assert seen.counts.tolist() == [1, 2, 3, 4, 5, 1, 2, 3, 0]
     with pytest.raises(rs.MaskError, match="use causal or documents"):
-        seen_by(rs.sliding_window(3, global_tokens=2), np.arange(9), 9)
+        seen_in(rs.sliding_window(3, global_tokens=2), 9)
 
 
 def key_gradients(mesh, dtype):

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ringspan.core.geometry.layout import CustomLayout, Layout
 from ringspan.core.geometry.mask import Mask
-from ringspan.core.selection import EVERYTHING, Integers, Seen, seeing, seen_in, wanted
+from ringspan.core.selection import EVERYTHING, Held, Integers, Seen, seeing, seen_in, wanted
 from ringspan.torch.attention.handler import handled
 from ringspan.torch.attention.index.chosen import attend, attend_backward
 from ringspan.torch.attention.part import accumulation_dtype, sink_gradient
@@ -153,11 +153,11 @@ class Row(NamedTuple):
 
     def queries(self) -> list[Integers]:
         """Positions of each rank that see something."""
-        return seeing(self.layout, self.seen_at)
+        return [each.positions for each in seeing(self.layout, self.seen_at)]
 
-    def inputs(self) -> list[Integers]:
-        """Positions of each rank's inputs that something sees."""
-        first, *others = self.queries()
+    def inputs(self, queries: list[Integers]) -> list[Integers]:
+        """Return positions of each rank's inputs that something sees, given all ``queries``."""
+        first, *others = queries
         before = np.array(self.tail or [], np.int64)
         return [np.concatenate((before[self.seen_at(before).counts > 0], first)), *others]
 
@@ -226,14 +226,13 @@ def windows_of(row: Row, size: int, reach: int) -> Windows:
     queries = row.queries()
     ends = [each[row.seen_at(each).counts % size == 0] for each in queries]
     mine, local = ends[row.rank], row.local
-    inputs = _fetch(row, row.stored, row.inputs(), ends, reach)
+    inputs = _fetch(row, row.stored, row.inputs(queries), ends, reach)
     entries = _fetch(row, mine, ends, queries) if row.tail is None else row.entries(size)
-    tails = local[:, None] - np.arange(size - 1)
+    tails = (local[:, None] - np.arange(size - 1)).astype(np.int32)
     tails[np.arange(size - 1) >= (row.seen_at(local).counts % size)[:, None]] = -1
     order = np.argsort(local)
     last = order[np.searchsorted(local[order], mine)]
-    moved = (torch.from_numpy(each).to(row.device) for each in (last, mine // size, tails.astype(np.int32)))
-    last, numbers, tails = moved
+    last, numbers, tails = (torch.from_numpy(each).to(row.device) for each in (last, mine // size, tails))
     columns, (first, stop) = row.columns(inputs, mine, reach), row.bounds(entries)
     return Windows(size, inputs, columns, last, numbers, entries, first, stop, int((stop - first).max()), tails)
 
@@ -241,7 +240,8 @@ def windows_of(row: Row, size: int, reach: int) -> Windows:
 @lru_cache(maxsize=64)
 def before(row: Row, reach: int) -> tuple[Fetch, Tensor]:
     """Return what fetches the ``reach`` tokens up to each local one, and their columns (T, reach), or -1."""
-    fetch = _fetch(row, row.stored, row.inputs(), row.queries(), reach)
+    queries = row.queries()
+    fetch = _fetch(row, row.stored, row.inputs(queries), queries, reach)
     return fetch, row.columns(fetch, row.local, reach)
 
 
@@ -261,8 +261,9 @@ def _fetch(
     """
     mine, order = held[row.rank], np.argsort(stored)
     local = order[np.searchsorted(stored[order], mine)]
-    sent = {peer: local[wanted(mine, each, row.seen_at, reach)] for peer, each in enumerate(readers)}
-    taken = {owner: each[wanted(each, readers[row.rank], row.seen_at, reach)] for owner, each in enumerate(held)}
+    owners, seers = ([Held(each, row.seen_at(each).first) for each in side] for side in (held, readers))
+    sent = {peer: local[wanted(owners[row.rank], each, reach)] for peer, each in enumerate(seers)}
+    taken = {owner: each.positions[wanted(each, seers[row.rank], reach)] for owner, each in enumerate(owners)}
     positions = np.sort(np.concatenate([*taken.values()]))
     arriving = {owner: np.searchsorted(positions, each) for owner, each in taken.items()}
 

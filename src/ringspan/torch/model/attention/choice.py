@@ -17,7 +17,7 @@ from ringspan.torch.attention.index.chosen import IndexInputs
 from ringspan.torch.attention.index.indexed import indexed_attention
 from ringspan.torch.attention.index.windows import Row
 from ringspan.torch.attention.request import in_autocast
-from ringspan.torch.attention.traced import mask_of
+from ringspan.torch.attention.traced import mask_of, parts_of
 from ringspan.torch.layers.decoder import LayerKind
 from ringspan.torch.layers.modules import computes_as, forward_of
 from ringspan.torch.model.attention.index_loss import learning_queries, note_divergence
@@ -63,6 +63,17 @@ class Asked(NamedTuple):
                 chosen.append(found)
                 note_divergence(index, loss)
         return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+    def attend_heads(self, q: Tensor, kv: Tensor, choice: "Choice", values: slice) -> Tensor:
+        """Attend from q (B, H, T, D) to keys and values (B, G, T, C) of each head by its choice, or the common one."""
+        heads, outs = kv.shape[1], []
+        for rows, chosen in zip(self.rows, choice.chosen, strict=True):
+            of_heads = chosen if chosen.ndim == 5 else chosen[:, None].expand(-1, heads, -1, -1, -1)
+            of_queries = q[rows.part].unflatten(1, (heads, -1)).flatten(0, 1)
+            given = of_queries, kv[rows.part].flatten(0, 1), None, of_heads.flatten(0, 1)
+            out, _, _ = indexed_attention(*given, **self.options(rows, values))
+            outs.append(out.unflatten(0, (-1, heads)).flatten(1, 2))
+        return torch.cat(outs)
 
 
 class AskedOfCache(NamedTuple):
@@ -137,23 +148,17 @@ def rows_now(device: torch.device, tail: int = 0) -> list[tuple[slice, Row]]:
     if turn is not None:
         before = range(turn.start - tail, turn.start)
         rank = turn.rank if turn.is_split else 0
-        masks = turn.reaches[LayerKind()].masks
-        return [
-            (
-                slice(None) if len(masks) == 1 else slice(number, number + 1),
-                Row(mask.spec, turn.queries, rank, device, tail=before),
-            )
-            for number, mask in enumerate(masks)
-        ]
+        masks = [mask.spec for mask in turn.reaches[LayerKind()].masks]
+        each = zip(parts_of(len(masks)), masks, strict=True)
+        return [(part, Row(mask, turn.queries, rank, device, tail=before)) for part, mask in each]
     now = _now()
     documents: list[Any] = [None]
     if now.packed is not None:
         now.packed.is_seen, documents = True, now.packed.rows
     rank = 0 if now.group is None else dist.get_rank(now.group)
     rows: list[tuple[slice, Row]] = []
-    for number, lengths in enumerate(documents):
+    for number, (part, lengths) in enumerate(zip(parts_of(len(documents)), documents, strict=True)):
         layout = now.layouts[min(number, len(now.layouts) - 1)]
-        part = slice(None) if len(documents) == 1 else slice(number, number + 1)
         rows.append((part, Row(mask_of(layout.length, lengths, None, None).spec, layout, rank, device)))
     return rows
 
@@ -207,18 +212,8 @@ def absorbed_attention(module: Any, query: Tensor, latents: Tensor, attend: Call
 
 def attend_by_key_head(qkv: tuple[Tensor, Tensor, Tensor], choice: Choice, asked: Asked | AskedOfCache) -> Tensor:
     """Attend to key heads as to sequences of their own, each with its queries and its choice, or the common one."""
-    q, (heads, size) = qkv[0], (qkv[1].shape[1], qkv[1].shape[-1])
-    if isinstance(asked, AskedOfCache):
-        return asked.attend_heads(q, torch.cat(qkv[1:], -1), choice, slice(size, 2 * size)).transpose(1, 2)
-    outs: list[Tensor] = []
-    for rows, chosen in zip(asked.rows, choice.chosen, strict=True):
-        of_heads = chosen if chosen.ndim == 5 else chosen[:, None].expand(-1, heads, -1, -1, -1)
-        of_queries = q[rows.part].unflatten(1, (heads, -1)).flatten(0, 1)
-        kv = torch.cat([x[rows.part] for x in qkv[1:]], -1).flatten(0, 1)
-        options = asked.options(rows, slice(size, kv.shape[-1]))
-        out, _, _ = indexed_attention(of_queries, kv, None, of_heads.flatten(0, 1), **options)
-        outs.append(out.unflatten(0, (-1, heads)).flatten(1, 2))
-    return torch.cat(outs).transpose(1, 2)
+    kv, size = torch.cat(qkv[1:], -1), qkv[1].shape[-1]
+    return asked.attend_heads(qkv[0], kv, choice, slice(size, kv.shape[-1])).transpose(1, 2)
 
 
 def is_matrix(projection: Any) -> bool:

@@ -16,7 +16,7 @@ from ringspan.torch.attention.cached import Turn, current_turn
 from ringspan.torch.attention.latents import latent_attention
 from ringspan.torch.attention.op import attend_to
 from ringspan.torch.attention.request import Request, in_autocast
-from ringspan.torch.attention.traced import Segments, layer_attention, mask_of
+from ringspan.torch.attention.traced import Segments, layer_attention, mask_of, parts_of
 from ringspan.torch.layers.cache_names import NAMES
 from ringspan.torch.layers.decoder import LayerKind
 from ringspan.torch.memory.folds import Fold, attend_in_folds
@@ -161,14 +161,14 @@ def _rows(packed: Packed | None, length: int, kind: LayerKind, config: StepConfi
     if packed:
         split = packed.split
         packed.is_seen, documents_of, blocks_of = True, packed.rows, packed.blocks
-    rows = [slice(None)] if len(documents_of) == 1 else [slice(row, row + 1) for row in range(len(documents_of))]
+    parts = parts_of(len(documents_of))
     return [
         Rows(
             part,
             mask_of(length, lengths, kind.window, kind.chunk, blocks),
             config.layout if split is None else split.of_row(row),  # pyright: ignore[reportArgumentType]
         )
-        for row, (part, lengths, blocks) in enumerate(zip(rows, documents_of, blocks_of, strict=True))
+        for row, (part, lengths, blocks) in enumerate(zip(parts, documents_of, blocks_of, strict=True))
     ]
 
 

@@ -83,7 +83,7 @@ class PooledIndex(Mixin):
         q = turn(self.q_layernorm(heads[:, :, : self.index_n_heads]), cos=cos, sin=sin, unsqueeze_dim=2)
         turns = [x.expand(len(q), -1, -1) for x in position_embeddings]
 
-        def pool(tokens: Tensor) -> Tensor:
+        def pool(tokens: Tensor, *_: object) -> Tensor:
             keys, cos, sin = tokens.split([size, *(x.shape[-1] for x in turns)], -1)
             keys = self.k_layernorm(keys.to(accumulation_dtype(keys.dtype)).mean(2).to(keys.dtype))
             return turn(keys[:, :, None], cos=cos[:, :, 0], sin=sin[:, :, 0], unsqueeze_dim=2)[:, :, 0]
@@ -109,7 +109,7 @@ class GatedPools(Mixin):
         gate = linear(hidden_states, self.index_kpool_compress_gate)
         inputs = torch.cat((self.k_norm(self.wk(hidden_states)), gate), -1)
 
-        def pool(tokens: Tensor) -> Tensor:
+        def pool(tokens: Tensor, *_: object) -> Tensor:
             keys, gates = tokens.chunk(2, -1)
             shares = (gates + self.index_kpool_compress_ape).softmax(2, dtype=accumulation_dtype(gates.dtype))
             return (shares.to(keys.dtype) * keys).sum(2)
@@ -128,6 +128,17 @@ def _choice(chosen: Callable[[slice, Row], Tensor], device: torch.device) -> Cho
     return Choice(None, [handled(partial(of_row, *each))[0] for each in rows_now(device)])
 
 
+# Entries (b, k, E) of windows' tokens (b, k, reach, C) of some rows.
+_Pool = Callable[[Tensor, slice, Windows], Tensor]
+
+
+def _entries(x: Tensor, part: slice, row: Row, size: int, reach: int, pool: _Pool) -> tuple[Windows, Tensor]:
+    """Return a row's windows of inputs (B, T, C), and the entries that are made here."""
+    windows = windows_of(row, size, reach)
+    tokens = fetched(x[part], windows.inputs, group_now())
+    return windows, pool(at_columns(tokens, windows.columns), part, windows)
+
+
 class HeldEntries(NamedTuple):
     """Entries of a row over a cache: all of them, or this rank's, of these numbers."""
 
@@ -137,22 +148,15 @@ class HeldEntries(NamedTuple):
     numbers: Tensor | None
 
 
-def entries_of_cache(
-    x: Tensor, size: int, reach: int, pool: Callable[[Tensor, slice, Windows], Tensor], pools: Any
-) -> list[HeldEntries]:
-    """Add entries that end with new tokens (B, T, C) to a cache; return each row's.
-
-    ``pool`` makes entries (b, k, E) of windows' tokens (b, k, reach, C).
-    """
+def entries_of_cache(x: Tensor, size: int, reach: int, pool: _Pool, pools: Any) -> list[HeldEntries]:
+    """Add entries that end with new tokens (B, T, C) to a cache; return each row's."""
     turn = current_turn()
     assert turn is not None, "there is a cache"
     rows, first = rows_now(x.device, pools.count), turn.start // size
     inputs, count = pools.join(x, turn), -(-turn.new.length // size) - first
     all_windows, new, is_new = [], [], []
     for part, row in rows:
-        windows = windows_of(row, size, reach)
-        tokens = fetched(inputs[part], windows.inputs, group_now())
-        made = pool(at_columns(tokens, windows.columns), part, windows)
+        windows, made = _entries(inputs, part, row, size, reach, pool)
         new.append(made.new_zeros(len(made), count, made.shape[-1]).index_copy_(1, windows.numbers - first, made))
         is_new.append((windows.entries.positions[first] >= turn.start).expand(len(made)))
         all_windows.append(windows)
@@ -176,17 +180,16 @@ def best_entries(index: IndexInputs, held: HeldEntries) -> Tensor:
     return best_of_shares(of_row, held.numbers, sees[None], turn.group)
 
 
-def _choose_pools(index: IndexInputs, size: int, pool: Callable[[Tensor], Tensor], pools: Any) -> Choice:
+def _choose_pools(index: IndexInputs, size: int, pool: _Pool, pools: Any) -> Choice:
     if pools is not None:
-        held = entries_of_cache(index.k, size, size, lambda tokens, *_: pool(tokens), pools)
+        held = entries_of_cache(index.k, size, size, pool, pools)
         found = [each.windows.tokens(best_entries(index, each)) for each in held]
         most = max(each.shape[-1] for each in found)
         return Choice(None, [torch.cat([pad(each, (0, most - each.shape[-1]), value=-1) for each in found])])
 
     def chosen(part: slice, row: Row) -> Tensor:
-        windows = windows_of(row, size, size)
-        tokens = fetched(index.k[part], windows.inputs, group_now())
-        keys = fetched(pool(at_columns(tokens, windows.columns)), windows.entries, group_now())
+        windows, made = _entries(index.k, part, row, size, size, pool)
+        keys = fetched(made, windows.entries, group_now())
         found = choose(_of_rows(index, part, keys, windows), windows.first, windows.stop)
         return windows.tokens(found)
 
@@ -194,7 +197,7 @@ def _choose_pools(index: IndexInputs, size: int, pool: Callable[[Tensor], Tensor
 
 
 def _of_rows(index: IndexInputs, part: slice, keys: Tensor, windows: Windows) -> IndexInputs:
-    return index._replace(q=index.q[part], k=keys, weights=index.weights[part], topk=min(index.topk, windows.most))
+    return index.of_rows(part)._replace(k=keys, topk=min(index.topk, windows.most))
 
 
 class Compressor(Mixin):
@@ -224,14 +227,13 @@ class Compressor(Mixin):
                 pooled = torch.cat((pooled, keys), -1)
             return pooled
 
+        x = torch.cat(inputs, -1)
         if current_turn() is not None:
             pools = cache.pools(layer_idx, size, reach)
-            return nothing, CachedEntries(entries_of_cache(torch.cat(inputs, -1), size, reach, pool, pools), asked)
+            return nothing, CachedEntries(entries_of_cache(x, size, reach, pool, pools), asked)
         made: list[tuple[slice, Row, Tensor, Tensor]] = []
         for part, row in rows_now(hidden_states.device):
-            windows = windows_of(row, size, reach)
-            tokens = fetched(torch.cat([x[part] for x in inputs], -1), windows.inputs, group_now())
-            pooled = pool(at_columns(tokens, windows.columns), part, windows)
+            windows, pooled = _entries(x, part, row, size, reach, pool)
             entries = fetched(pooled, windows.entries, group_now(), is_wide=True)
             made.append((part, row, entries[..., : self.head_dim], _chosen(asked, part, entries, windows)))
         return nothing, Entries(made)
