@@ -9,7 +9,8 @@ from typing import Final
 from ringspan.core.messages.units import shown_bandwidth, shown_bytes, shown_speed
 from ringspan.core.names import CATEGORIES
 from ringspan.plan.cluster.hardware import DEVICES, Device, min_block_tokens, min_tokens_per_device
-from ringspan.plan.cost.memory import Memory, saved_per_token, training_memory
+from ringspan.plan.cost.kept import saved_per_token
+from ringspan.plan.cost.memory import Memory, training_memory
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.cost.shards import host_bytes
 from ringspan.plan.model.configs import MODELS

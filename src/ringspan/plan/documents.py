@@ -24,7 +24,7 @@ from ringspan.core.schedule.schedule import make_schedule
 from ringspan.core.schedule.timing import Pass, Speeds
 from ringspan.core.schedule.workspace import Shape
 from ringspan.plan.cost.chosen import chosen_passes
-from ringspan.plan.cost.passes import Passes, of_sequences, slowest_passes
+from ringspan.plan.cost.passes import Passes, repeated, slowest_passes
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.search import Question
 
@@ -124,7 +124,7 @@ def _passes_of(split: Layout, lengths: tuple[int, ...] | Tree) -> Passes:
         if shape.index is not None:
             return chosen_passes(split, mask, shape, speeds)
         one = slowest_passes(split, mask, way, replace(shape, batch=1), speeds, comm_dtype)
-        return of_sequences(shape.batch, one)
+        return repeated(shape.batch, one)
 
     return passes
 

@@ -203,18 +203,19 @@ def longest_setting(question: Question, devices: int | None = None) -> Setting |
 
 def longest(setting: Setting, fits: Callable[[Setting], bool], *, at_least: int = 1) -> int:
     """Return the most tokens of one sequence that fit, a multiple of the layout's granularity; 0 below ``at_least``."""
-
-    def holds(steps: int) -> bool:
-        return fits(replace(setting, length=steps * step))
-
     step = Layout(setting.layout, 1, setting.ring).granularity
-    low, high = 0, max(1, -(-at_least // step))
+    return step * largest(lambda steps: fits(replace(setting, length=steps * step)), max(1, -(-at_least // step)))
+
+
+def largest(holds: Callable[[int], bool], first: int = 1, *, digits: int = 64) -> int:
+    """Return the largest number that holds, of ``digits`` binary ones about; 0 if ``first`` does not."""
+    low, high = 0, first
     while holds(high):
         low, high = high, 2 * high
-    while low and high - low > 1:
+    while low and high - low > max(1, low >> digits):
         middle = (low + high) // 2
         low, high = (middle, high) if holds(middle) else (low, middle)
-    return low * step
+    return low
 
 
 def divisors(number: int) -> list[int]:

@@ -11,6 +11,8 @@ from transformers import DynamicCache
 
 import ringspan as rs
 from ringspan.core.arguments import SPLIT_FROM_TOKENS
+from ringspan.torch.generate.cache.pools import Pools
+from ringspan.torch.generate.options import cache_bytes
 from tests.cases import long
 from tests.every_model.tiny import MULTIMODAL, tiny_model, tiny_tokens
 from tests.torch.float64 import in_float64_of
@@ -168,6 +170,26 @@ def test_an_index_chooses_in_shares_as_in_float64_on_one_process(pool, kind, ran
         for (ids, logits), (other, truth) in zip(found, expected, strict=True):
             assert torch.equal(ids, other)
             assert (logits - truth).norm() < IN_FLOAT64 * truth.norm()
+
+
+def kept(mesh: DeviceMesh, kind: str) -> tuple[int, int]:
+    """What a cache of 400 tokens is said to take of a rank, and the bytes of what it keeps."""
+    model: Any = rs.parallelize(tiny_model(kind).eval(), mesh)
+    ids, cache = tiny_tokens(400), model.new_cache()
+    said = cache_bytes(model, {"input_ids": ids[:, 1:], "max_new_tokens": 1})
+    plain(model, ids, max_new_tokens=1, past_key_values=cache)
+    pools = [rows._entries for layer in cache.layers for rows in layer.kept.values() if isinstance(rows, Pools)]
+    held = [*pools, *(rows for layer in cache.keepers for rows in layer.rows if rows.count)]
+    return said, sum(rows.stored.nbytes for rows in held)
+
+
+@pytest.mark.parametrize(
+    "kind", ["deepseek_v3", "longcat_flash", "glm_moe_dsa", "minimax_m3_vl_text", "qwen4_exp_text", "deepseek_v4"]
+)
+def test_a_cache_is_counted_as_what_it_keeps(pool, kind):
+    """Latents, not keys of heads; keys of indexes, pools, entries; keys that windows have not left behind."""
+    found = pool.run(kept, 2, kind)
+    assert [said for said, _ in found] == pytest.approx([sum(real for _, real in found) / 2] * 2, rel=0.03)
 
 
 def test_a_layer_that_sees_more_than_its_config_is_refused(pool):

@@ -1,6 +1,5 @@
 """Seconds and bytes of attention to keys that an index chooses, by the events of its passes."""
 
-from collections.abc import Iterable
 from functools import lru_cache
 from typing import Final
 
@@ -8,10 +7,10 @@ from ringspan.core.geometry.layout import CustomLayout, Layout
 from ringspan.core.geometry.mask import Mask, causal
 from ringspan.core.names import LayoutName
 from ringspan.core.schedule.choosing import ChoosingPart, backward, forward
-from ringspan.core.schedule.steps import Event, Free, Make
 from ringspan.core.schedule.timing import Pass, Speeds, pair_flops, slowest, stretched
 from ringspan.core.schedule.workspace import Shape
 from ringspan.core.selection import Index, exchanged, scored_and_chosen, scored_and_chosen_causally, seen_in
+from ringspan.plan.cost.loop import Held, most_held
 
 _MOST_RANKS: Final = 64  # of which each stands for several of more
 _TOKENS: Final = 64  # of a rank, which stand for all: what is exchanged grows with them
@@ -31,20 +30,16 @@ def chosen_passes(layout: Layout, mask: Mask, shape: Shape, speeds: Speeds) -> t
 
 
 @lru_cache(maxsize=4096)
-def most_backward_bytes(layout: LayoutName, length: int, ranks: int, shape: Shape) -> tuple[int, int]:
-    """Return the most bytes that backward holds in one moment: of sums, and in transit."""
+def most_backward_bytes(layout: LayoutName, length: int, ranks: int, shape: Shape) -> Held:
+    """Return the most bytes that backward holds in one moment."""
     parts = (_part(Layout(layout, length, ranks), causal(), rank, shape) for rank in {0, ranks - 1})
-    sums, in_transit = max((_most(backward(part)) for part in parts), key=sum)
-    return round(sums), round(in_transit)
+    return most_held(map(backward, parts))
 
 
-def even_choice(length: int, ranks: int, shape: Shape, speeds: Speeds) -> tuple[Pass, Pass]:
-    """Return passes of evenly shared work that sends nothing."""
+def computed_pairs(length: int, shape: Shape) -> tuple[float, float]:
+    """Return a causal sequence's pairs forward, as much as choosing takes among them, and backward."""
     part = _part(_alone(length), causal(), 0, shape)
-    ahead = (part.choosing + part.attending) * pair_flops(shape, is_backward=False)
-    back = part.attending * pair_flops(shape, is_backward=True)
-    forward, backward = (Pass(each, each, 0.0, 0.0) for each in (work / ranks / speeds.flops for work in (ahead, back)))
-    return forward, backward
+    return part.choosing + part.attending, part.attending
 
 
 def attended_pairs(index: Index, length: int) -> float:
@@ -93,14 +88,3 @@ def _pairs(layout: Layout, mask: Mask, rank: int, index: Index) -> tuple[float, 
         seen = seen_in(mask, layout.length)(layout.positions(rank))
         scored, chosen = scored_and_chosen(seen, index.topk, index.size)
     return scored, index.keys * chosen + index.others * layout.tokens_per_rank
-
-
-def _most(events: Iterable[Event]) -> tuple[float, float]:
-    """Return the bytes held at the highest moment, in sums and in transit."""
-    held = {True: 0.0, False: 0.0}
-    most = 0.0, 0.0
-    for event in events:
-        if isinstance(event, Make | Free):
-            held[event.buffer.is_sum] += event.buffer.num_bytes * (1 if isinstance(event, Make) else -1)
-            most = max(most, (held[True], held[False]), key=sum)
-    return most

@@ -4,7 +4,6 @@ S tokens of a sequence, T of a rank, C hidden size, H, G heads, D head size, N r
 parallelism.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -14,8 +13,8 @@ from ringspan.core.schedule.workspace import Shape, sent_itemsize
 from ringspan.plan.cluster.hardware import Device
 from ringspan.plan.cost.chosen import scoring_flops
 from ringspan.plan.cost.folds import copied_bytes, folds_read
-from ringspan.plan.cost.memory import saved_per_token
-from ringspan.plan.cost.passes import Passes, attention_passes, causal_pairs, seen_pairs
+from ringspan.plan.cost.kept import saved_per_token
+from ringspan.plan.cost.passes import Passes, attention_passes, causal_pairs, repeated, seen_pairs
 from ringspan.plan.cost.setting import Setting
 from ringspan.plan.cost.shards import local_trained_bytes
 from ringspan.plan.cost.states import state_passes
@@ -146,7 +145,7 @@ class _LayerTimes:
         self.root_sums = 2 if self.shape.vocab < shape.vocab else 0  # of the embedding, and of the head's gradient
         self.kept = 0.0
         if setting.offload == "activations":
-            self.kept = saved_per_token(shape, setting.fold, shape.layers) / shape.layers
+            self.kept = saved_per_token(self.shape, setting.fold, shape.layers) / shape.layers
         self.first = int(setting.folds > 1)  # a forward pass of all folds, which backward repeats for each
         # Peak numbers are for half precision; float32 runs as TF32 at about half of it, at best.
         self.peak = device.flops if setting.number_bytes < 4 else device.flops / 2
@@ -247,13 +246,13 @@ class _LayerTimes:
         # Chunks are timed as windows of as many tokens, of whose pairs they have about half.
         own = seen_pairs(kind, length)
         share, folds = own / causal_pairs(length, kind.window), setting.folds
-        found = _times(kind.calls * folds, share, both(kind.window, speeds))
+        found = repeated(kind.calls * folds, both(kind.window, speeds), share)
         if others := folds_read(kind, setting):
             pairs = (seen_pairs(kind, folds * length) - folds * own) / others
             slower = replace(speeds, flops=speeds.flops * causal_pairs(length) / max(pairs, 1.0))
-            earlier = _times(kind.calls * others, 1.0, both(None, slower))
-            found = [one_after_the_other(*each) for each in zip(found, earlier, strict=True)]
-        return found[0], found[1]
+            earlier = repeated(kind.calls * others, both(None, slower))
+            return one_after_the_other(found[0], earlier[0]), one_after_the_other(found[1], earlier[1])
+        return found
 
     def _computed_again(self, forward: Pass) -> list[Pass]:
         return [forward, Pass(*(self.made_again * cost for cost in forward))]
@@ -315,14 +314,6 @@ class _LayerTimes:
         around = (1 - 1 / setting.ring) * (gathers * num_bytes + reduced)
         across = 2 * (1 - 1 / setting.replicate) * reduced / setting.ring
         return around, across if self.is_last else 0.0
-
-
-def _times(count: int, share: float, passes: Iterable[Pass]) -> list[Pass]:
-    """Return ``count`` times each, whose share of pairs is computed."""
-    return [
-        Pass(*(count * cost for cost in (share * each.seconds, share * each.compute_seconds, *each[2:])))
-        for each in passes
-    ]
 
 
 def _shares(ranks: int, distance: int, per_node: int) -> dict[bool, float]:

@@ -1,5 +1,6 @@
 """Backward memory of the loop in ``torch/attention/ring.py``, by ``core/schedule/events.py``."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd
@@ -12,7 +13,7 @@ from ringspan.core.schedule.events import backward
 from ringspan.core.schedule.kernel_launches import pieces
 from ringspan.core.schedule.route import Route
 from ringspan.core.schedule.schedule import make_schedule
-from ringspan.core.schedule.steps import Accumulate, Compute, Convert, Free, Make, Part
+from ringspan.core.schedule.steps import Accumulate, Compute, Convert, Event, Free, Make, Part
 from ringspan.core.schedule.workspace import Returning, Shape
 
 _MOST_NODES: Final = 8  # beyond, what is held grows by the same with each node; of a single ring every rank is one
@@ -102,13 +103,18 @@ def _share(
         )
         for rank in {0, ranks - 1}
     )
-    walks = (_walk(replace(part, kernel=Returning(part.group, pieces))) for part in parts)
-    return max(walks, key=lambda held: held.total).times(1 / tokens)
+    walks = (backward(replace(part, kernel=Returning(part.group, pieces))) for part in parts)
+    return most_held(walks).times(1 / tokens)
 
 
-def _walk(part: Part) -> Held:
+def most_held(walks: Iterable[Iterable[Event]]) -> Held:
+    """Return the highest moment of several ranks' events."""
+    return max(map(_highest, walks), key=lambda held: held.total)
+
+
+def _highest(events: Iterable[Event]) -> Held:
     highest, sums, in_transit = Held(0, 0), 0, 0
-    for event in backward(part):
+    for event in events:
         if isinstance(event, Make | Free):
             change = event.buffer.num_bytes if isinstance(event, Make) else -event.buffer.num_bytes
             sums, in_transit = (sums + change, in_transit) if event.buffer.is_sum else (sums, in_transit + change)

@@ -13,6 +13,7 @@ from typing import Final
 from ringspan.core.costs import loss_bytes
 from ringspan.core.schedule.route import Heads, Route, member_heads
 from ringspan.core.schedule.workspace import Shape, head_groups
+from ringspan.core.selection import Index
 from ringspan.plan.cost import kept
 from ringspan.plan.cost.chosen import most_backward_bytes
 from ringspan.plan.cost.folds import brought_bytes, keys_of, waiting_bytes
@@ -60,11 +61,6 @@ def training_memory(shape: ModelShape, setting: Setting) -> Memory:
         step.update(),
     )  # fmt: skip
     return max(moments, key=lambda memory: memory.peak_bytes)
-
-
-def saved_per_token(shape: ModelShape, setting: Setting, layers: int) -> int:
-    """Return the bytes per token that the first ``layers`` layers keep for backward, on the device or away from it."""
-    return kept.saved_per_token(shape.split(setting.tp), setting, layers)
 
 
 def held_bytes(shape: ModelShape, setting: Setting) -> int:
@@ -308,7 +304,7 @@ def attention_backward_bytes(kind: LayerKind, setting: Setting) -> tuple[int, in
     is in flight for each other member; at the end the gradients, without copies.
     """
     if kind.index:
-        return _chosen_backward_bytes(kind, setting)
+        return _chosen_backward_bytes(kind, kind.index, setting)
     if latent_dim := setting.latent_dim(kind):
         return _latent_backward_bytes(kind, setting, latent_dim)
     way, a, tokens = setting.way.backward, setting.number_bytes, setting.tokens
@@ -337,13 +333,13 @@ def attention_backward_bytes(kind: LayerKind, setting: Setting) -> tuple[int, in
     return max(((here, round(in_transit)) for here, in_transit in moments), key=sum)
 
 
-def _chosen_backward_bytes(kind: LayerKind, setting: Setting) -> tuple[int, int]:
+def _chosen_backward_bytes(kind: LayerKind, index: Index, setting: Setting) -> tuple[int, int]:
     """Return the same of attention to chosen keys: their positions are unpacked, then looked up."""
     sizes, a = (kind.heads, kind.kv_heads, kind.head_dim, kind.value_dim), setting.number_bytes
-    shape = Shape(setting.batch, *sizes, a, index=kind.index)
-    sums, in_transit = most_backward_bytes(setting.layout, setting.length, setting.ring, shape)
-    positions = 2 * 4 * kind.index.topk * kind.index.keys if kind.index else 0
-    return sums + setting.tokens * (a * kind.heads * kind.head_dim + positions), in_transit
+    shape = Shape(setting.batch, *sizes, a, index=index)
+    held = most_backward_bytes(setting.layout, setting.length, setting.ring, shape)
+    here = a * kind.heads * kind.head_dim + 2 * 4 * index.topk * index.keys
+    return round(held.sums) + setting.tokens * here, round(held.in_transit)
 
 
 def _latent_backward_bytes(kind: LayerKind, setting: Setting, latent_dim: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from ringspan.core.names import LayoutName
 from ringspan.core.schedule.route import Route
 from ringspan.core.schedule.timing import Pass, Speeds, pair_flops, passes, slowest
 from ringspan.core.schedule.workspace import Shape
-from ringspan.plan.cost.chosen import attended_pairs, chosen_passes, even_choice
+from ringspan.plan.cost.chosen import attended_pairs, chosen_passes, computed_pairs
 from ringspan.plan.model.kinds import LayerKind
 
 # Ranks or groups of them: beyond, a pass grows by the same with each. With fewer than some eight nodes it need not yet:
@@ -46,10 +46,9 @@ def even_passes(
     comm_dtype: str = "exact",
 ) -> tuple[Pass, Pass]:  # fmt: skip
     """Return a lower bound over layouts and routes: even pairs without the diagonal, nothing sent."""
-    if shape.index is not None:
-        return even_choice(length, ranks, shape, speeds)
-    pairs = causal_pairs(length - 1, window) / ranks
-    forward, backward = (pairs * pair_flops(shape, is_backward=back) / speeds.flops for back in (False, True))
+    pairs = (causal_pairs(length - 1, window),) * 2 if shape.index is None else computed_pairs(length, shape)
+    flops = (pair_flops(shape, is_backward=back) / ranks / speeds.flops for back in (False, True))
+    forward, backward = (count * each for count, each in zip(pairs, flops, strict=True))
     return Pass(forward, forward, 0.0, 0.0), Pass(backward, backward, 0.0, 0.0)
 
 
@@ -63,7 +62,7 @@ def attention_passes(
         return chosen_passes(Layout(layout, length, ranks), causal(), shape, speeds)
     if shape.batch > 1:
         one = attention_passes(layout, length, ranks, window, route, replace(shape, batch=1), speeds, comm_dtype)
-        return of_sequences(shape.batch, one)
+        return repeated(shape.batch, one)
     way = Route.parse(route, ranks)
     split, usual = Layout(layout, length, ranks), Layout(layout, _TOKENS // way.ulysses * ranks, ranks)
     if window is None and split.tokens_per_rank * way.ulysses >= _FEW_TOKENS and split != usual:
@@ -91,8 +90,10 @@ def slowest_passes(
     return forward, backward
 
 
-def of_sequences(batch: int, one: tuple[Pass, Pass]) -> tuple[Pass, Pass]:
-    forward, backward = (Pass(*(batch * cost for cost in each)) for each in one)
+def repeated(count: int, one: tuple[Pass, Pass], share: float = 1.0) -> tuple[Pass, Pass]:
+    """Return ``count`` times both, whose ``share`` of pairs is computed."""
+    times = count * share, count * share, count, count
+    forward, backward = (Pass(*(n * cost for n, cost in zip(times, each, strict=True))) for each in one)
     return forward, backward
 
 

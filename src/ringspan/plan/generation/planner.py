@@ -11,7 +11,7 @@ from ringspan.core.schedule.choice import WORTH_IT
 from ringspan.plan.cluster.devices import Device
 from ringspan.plan.generation.cost import COLLECTIVE_SECONDS, Text, TextCost, text_bytes, text_cost
 from ringspan.plan.model.shapes import ModelShape
-from ringspan.plan.search import MOST, check_sizes, divisors
+from ringspan.plan.search import MOST, check_sizes, divisors, largest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,14 +225,9 @@ def plan_text(question: TextQuestion) -> TextPlan:
 
 def _longest_prompt(question: TextQuestion) -> int:
     """Return the longest prompt's tokens that all devices hold with as many new ones; 0 if none."""
-    low, high = 0, 1
-    while high < MOST["prompt"] and _holds(question, high):
-        low, high = high, 2 * high
-    while high - low > max(1, low >> 10):
-        middle = (low + high) // 2
-        low, high = (middle, high) if _holds(question, middle) else (low, middle)
-    return low
 
+    def holds(prompt: int) -> bool:
+        fits = (question.fits(replace(text, prompt=prompt)) for text in question.texts)
+        return prompt <= MOST["prompt"] and any(fits)
 
-def _holds(question: TextQuestion, prompt: int) -> bool:
-    return any(question.fits(replace(text, prompt=prompt)) for text in question.texts)
+    return largest(holds, digits=10)

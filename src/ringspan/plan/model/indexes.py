@@ -35,17 +35,15 @@ def _blocks(of: Any, token: int) -> Index:
     return Index(topk=of.topk_blocks, token=token, size=size, keys=size, scored=scored, key=of.head_dim, kept=kept)
 
 
-def _pools(heads: int, dim: int, size: int, topk: int, token: int) -> Index:
+def _pools(of: Any, token: int, heads: int, size: int, topk: int) -> Index:
     """Return an index of pools of ``size`` tokens; a query also attends to those after its last pool."""
     options = {"size": size, "keys": size, "others": (size - 1) / 2, "kept": topk * size + size - 1}
-    return Index(topk=topk, token=token, scored=heads * dim, key=dim / size, **options)
+    return Index(topk=topk, token=token, scored=round(heads * size * of.key_numbers), key=of.key_numbers, **options)
 
 
 # By what chooses in the place of transformers' index.
 _POOLED: Final[dict[type, Callable[[Any, int], Index]]] = {
     BlockIndex: _blocks,
-    PooledIndex: lambda of, token: _pools(of.index_n_heads, of.index_head_dim, of.compress_ratio, of.block_topk, token),
-    GatedPools: lambda of, token: _pools(
-        of.n_heads, of.head_dim, of.index_kpool, of.index_topk // of.index_kpool, token
-    ),
+    PooledIndex: lambda of, token: _pools(of, token, of.index_n_heads, of.compress_ratio, of.block_topk),
+    GatedPools: lambda of, token: _pools(of, token, of.n_heads, of.index_kpool, of.index_topk // of.index_kpool),
 }

@@ -23,10 +23,11 @@ from ringspan.torch.generate.cache.identity import reader_of
 from ringspan.torch.generate.positions import whole_positions
 from ringspan.torch.generate.weights import check_weights
 from ringspan.torch.layers.cache_names import OF_GENERATE, OURS, name_ours
-from ringspan.torch.layers.decoder import head_counts, head_sizes
+from ringspan.torch.layers.decoder import cached_kinds, head_counts, head_sizes
 from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.positions import check_text
 from ringspan.torch.layers.view import RingModel, decoder_on_ring
+from ringspan.torch.model.attention.indexed import choosing_modules
 from ringspan.torch.model.config_changes import check_configs
 from ringspan.torch.multimodal.checks import check_media
 from ringspan.torch.multimodal.kinds import has_grid_positions
@@ -212,13 +213,25 @@ def _check_padding(config: GenerationConfig, arguments: dict[str, Any], ids: Ten
 
 
 def cache_bytes(model: RingModel, arguments: dict[str, Any]) -> int:
-    config = decoder_on_ring(model).config
+    """Return the bytes of a rank's share of the cache at the end of a call."""
     inputs: Any = arguments.get("inputs", arguments.get("input_ids"))
     settings = arguments.get("generation_config") or model.generation_config
     longest = inputs.shape[1] + _num_new_tokens(settings, arguments, inputs.shape[1])
-    numbers = sum(2 * heads * size for (_, heads), size in zip(head_counts(config), head_sizes(config), strict=True))
     rows = len(inputs) * max(_asked(settings, arguments, "num_beams") or 1, 1)
-    return rows * longest * numbers * model.dtype.itemsize // model.ring_mesh["ring"].size()
+    numbers = _cached_numbers(decoder_on_ring(model), longest)
+    return int(rows * numbers * model.dtype.itemsize) // model.ring_mesh["ring"].size()
+
+
+def _cached_numbers(decoder: Any, length: int) -> float:
+    """Count what is kept of a sequence: keys and values, or latents, that are still seen; keys of indexes."""
+    config = decoder.config
+    each = [2 * heads * size for (_, heads), size in zip(head_counts(config), head_sizes(config), strict=True)]
+    for module in (module for module in decoder.modules() if hasattr(module, "expand_kv")):
+        each[module.layer_idx] = module.kv_lora_rank + module.qk_rope_head_dim
+    kinds = zip(cached_kinds(config) if each else (), each, strict=True)
+    keys = sum(numbers * min(length, kind.window or kind.chunk or length) for kind, numbers in kinds if kind)
+    indexes: Any = (getattr(each, "compressor", None) or each.indexer for each in choosing_modules(decoder))
+    return keys + length * sum(index.key_numbers for index in indexes if index is not None)
 
 
 def _text(value: Any) -> str:

@@ -38,6 +38,9 @@ class ChoosingAttention(Mixin):
 
 
 class _Index(Mixin):
+    key_numbers = property(lambda self: self.head_dim)
+    """Numbers of a token that travel, and that a cache keeps, for its index."""
+
     def forward(
         self: Any, hidden_states: Tensor, q_resid: Tensor, position_embeddings: tuple[Tensor, Tensor], *_: object,
         past_key_values: Any = None, **__: object,

@@ -44,6 +44,8 @@ from ringspan.torch.model.attention.choice import (
 class BlockIndex(Mixin):
     """MiniMax-M3: each key/value head chooses blocks of keys, which score as the best of them."""
 
+    key_numbers = property(lambda self: self.head_dim)
+
     @torch.no_grad()
     def forward(
         self: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], cache: Any, _: object
@@ -69,6 +71,8 @@ class BlockIndex(Mixin):
 
 class PooledIndex(Mixin):
     """Qwen4-exp: keys are means of four, turned as the first of them."""
+
+    key_numbers = property(lambda self: self.index_head_dim / self.compress_ratio)
 
     @torch.no_grad()
     def forward(
@@ -96,6 +100,8 @@ class PooledIndex(Mixin):
 
 class GatedPools(Mixin):
     """GLM-5-Next: keys are means of a pool, weighted by a gate of each channel."""
+
+    key_numbers = property(lambda self: self.head_dim / self.index_kpool)
 
     @torch.no_grad()
     def forward(
@@ -202,6 +208,10 @@ def _of_rows(index: IndexInputs, part: slice, keys: Tensor, windows: Windows) ->
 
 class Compressor(Mixin):
     """DeepSeek-V4: windows of tokens pooled into entries, which queries see, or choose, next to a sliding window."""
+
+    @property
+    def key_numbers(self: Any) -> float:
+        return (self.head_dim + getattr(getattr(self, "indexer", None), "head_dim", 0)) / self.compress_rate
 
     def forward(
         self: Any, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, cache: Any, layer_idx: int
