@@ -33,7 +33,7 @@ def test_a_run_of_another_version_continues_without_its_keys(tmp_path, table, ke
     record = read_record(parse_config(values(tmp_path / "run", learning_rate=1e-5)))
     assert not record.is_new and record.changes == [
         f"{key} is left out: this version of ringspan does not know it",
-        "optimizer.learning_rate = 1e-05 (was 0.0003)",
+        "optimizer.learning_rate = 1e-05 (the run began with 0.0003)",
     ]
     assert recorded(config)[0] == parse_config(values(tmp_path / "run"))
 

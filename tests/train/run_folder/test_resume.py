@@ -197,7 +197,7 @@ def test_no_valid_checkpoint_is_refused_and_not_begun_anew(pool, text):
 def test_more_steps_go_on_from_a_finished_run(pool, text):
     pool.run(train_and_see, 4, config(text, "longer", steps=2))
     (steps, _, lines), *_ = pool.run(train_and_see, 4, config(text, "longer", steps=3))
-    assert steps == 3 and "steps = 3 (was 2)" in lines
+    assert steps == 3 and "steps = 3 (the run began with 2)" in lines
     assert [step for step, name in curve(text / "longer") if name == "loss"] == [1, 2, 3]
 
 

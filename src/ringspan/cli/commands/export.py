@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ringspan.cli.checks import AsJson
-from ringspan.cli.console import console
+from ringspan.cli.console import console, hush
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.units import shown_bytes
 
@@ -38,6 +38,7 @@ def command(
     with console(stderr=True, quiet=as_json).status("reading") as status:
         from ringspan.train.run_folder.export import export_checkpoint, export_merged
 
+        hush()
         said = dict[str, str | int]()
         if merge:
             num_bytes = export_merged(run, target, max_shard_size=max_shard_size, doing=status.update)

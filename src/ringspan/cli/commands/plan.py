@@ -231,9 +231,13 @@ def _layouts(answer: "Plan", lengths: tuple[int, ...], *, quiet: bool) -> "list[
         return compare_layouts(answer.question, answer.setting, lengths)
 
 
-def refuse_float16(dtype: str, option: str = "--dtype") -> None:
-    if dtype == "float16":
-        raise ConfigError(f"{option} float16 overflows without loss scaling, which training does not do; use bfloat16")
+def check_dtypes(dtype: str, parameter_dtype: str = "float32") -> None:
+    from ringspan.core.names import find_name
+
+    for option, name in (("--dtype", dtype), ("--parameter-dtype", parameter_dtype)):
+        if name == "float16":
+            raise ConfigError(f"{option} float16 overflows without loss scaling, which is not done; use bfloat16")
+        find_name(option, name, ("float32", "bfloat16"), ConfigError)
 
 
 def question_of(
@@ -244,8 +248,7 @@ def question_of(
     from ringspan.plan.model.configs import model_shape
     from ringspan.plan.search import Question
 
-    refuse_float16(dtype)
-    refuse_float16(parameter_dtype, "--parameter-dtype")
+    check_dtypes(dtype, parameter_dtype)
     return Question(
         device=_kind(device, devices, nodes), shape=_adapted(model_shape(model, media or {}, dtype), lora, weights),
         devices=devices, dtype=dtype, parameter_dtype=parameter_dtype,
@@ -266,12 +269,10 @@ def _adapted(shape: "ModelShape", lora: int, weights: str) -> "ModelShape":
 
 
 def planned_text(model: str, device: str, devices: int, nodes: int | None, *, dtype: str, **asked: int) -> "TextPlan":
-    from ringspan.plan.cost.setting import dtype_bytes
     from ringspan.plan.generation.planner import TextQuestion, plan_text
     from ringspan.plan.model.configs import model_shape
 
-    refuse_float16(dtype)
-    dtype_bytes(dtype)
+    check_dtypes(dtype)
     kind = _kind(device, devices, nodes)
     return plan_text(TextQuestion(device=kind, shape=model_shape(model), devices=devices, dtype=dtype, **asked))
 

@@ -54,7 +54,7 @@ def command(
     from ringspan.measure.trace.dry_run import hugging_face_config
     from ringspan.measure.trace.profile import profile_rank
     from ringspan.measure.trace.rehearsal import refuse_local_ranks
-    from ringspan.plan.cost.setting import Setting, dtype_bytes
+    from ringspan.plan.cost.setting import Setting
     from ringspan.plan.model.configs import model_shape
     from ringspan.torch.model.support import refuse_route
 
@@ -67,9 +67,7 @@ def command(
         checkpoint=checkpoint_name(checkpoint), layers_per_checkpoint=layers_per_checkpoint, compute_dtype=dtype,
         parameter_dtype=parameter_dtype,
     )  # fmt: skip
-    for name in (dtype, parameter_dtype):
-        dtype_bytes(name)
-    plan.refuse_float16(dtype)
+    plan.check_dtypes(dtype, parameter_dtype)
     needed = Layout(setting.layout, length, setting.ring).granularity
     if length < needed:
         raise ConfigError(f"--length {length}: a {layout} ring of {setting.ring} needs at least {needed}")

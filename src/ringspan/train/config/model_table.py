@@ -35,7 +35,7 @@ class ModelConfig(Table):
     """Dtype of computing, and of the saved model: "float32" or "bfloat16"."""
     parameter_dtype: DtypeName = "float32"
     """Dtype of parameters, gradients and AdamW's moments. "bfloat16" takes half the memory, but loses updates smaller
-    than a 256th of a weight: use it if float32 does not fit. Gradients are summed over ranks in float32 either way."""
+    than a 512th of a weight: use it if float32 does not fit. Gradients are summed over ranks in float32 either way."""
     compile: bool | str = False
     """Compile each layer with torch.compile in the first step; a name chooses another backend than "inductor"."""
     trust_remote_code: bool = False

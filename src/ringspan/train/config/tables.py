@@ -131,7 +131,7 @@ class OptimizerConfig(Table):
     """Share of each target's probability spread over the vocabulary."""
     index_loss: IndexLossName = "none"
     """What trains the index of a model that chooses its keys: "sparse", attention to the keys it chose; "dense",
-    attention to all keys, which its choice then does not limit; "none" trains it not, see docs/chosen-keys.md."""
+    attention to all keys, which its choice then does not limit; "none" does not train it, see docs/chosen-keys.md."""
     name: Literal["adamw", "adamw_8bit", "paged_adamw", "paged_adamw_8bit", "lion_8bit"] = "adamw"
     """AdamW, or an optimizer of bitsandbytes with moments in 8 bits, or in pages that go to the host if need be."""
     state: Literal["float32", "8bit", "4bit"] = "float32"

@@ -74,7 +74,7 @@ def read_record(config: TrainConfig) -> RunRecord:
                 + (", or go on with another text with data.on_change=continue" if key in _TEXT else "")
             )
         if key != "run":
-            changes.append(f"{key} = {json.dumps(now)} (was {json.dumps(before)})")
+            changes.append(f"{key} = {json.dumps(now)} (the run began with {json.dumps(before)})")
     return RunRecord(run_id=run_id, is_new=False, config=config, changes=changes)
 
 
