@@ -3,6 +3,7 @@
 import inspect
 import sys
 import tomllib
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from types import FunctionType
@@ -36,6 +37,7 @@ _TABLE: Final = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(enco
 OVERRIDDEN: Final[dict[str, dict[str, list[str]]]] = _TABLE["overridden"]
 GATHERS: Final[dict[str, list[str]]] = _TABLE["gathers"]
 SOURCE: Final[dict[str, list[str]]] = _TABLE["source"]
+_source: Final = cache(inspect.getsource)  # of a trainer's class a sixth of a second, for each trainer
 _GONE: Final = type(None)  # in the place of what a release no longer has, or not yet; without methods of its own
 
 
@@ -98,11 +100,10 @@ def moved() -> list[str]:
     found: list[str] = []
     for place, methods in OVERRIDDEN.items():
         owner = _find(place)
-        for name, parameters in methods.items():
-            if owner is not None:
-                method = getattr(owner, name, None)
-                if method is None or list(inspect.signature(method).parameters)[1:] != parameters:
-                    found.append(f"{place}.{name}")
+        for name, parameters in methods.items() if owner is not None else ():
+            method = getattr(owner, name, None)
+            if method is None or list(inspect.signature(method).parameters)[1:] != parameters:
+                found.append(f"{place}.{name}")
     for module, names in GATHERS.items():
         space = vars(sys.modules.get(module, sys))
         found += [f"{module}.{name}" for name in names if module in sys.modules and name not in space]
@@ -111,8 +112,7 @@ def moved() -> list[str]:
         if owner is _GONE:
             found.append(place)
         elif owner is not None:
-            source = inspect.getsource(owner)
-            found += [f"{place}: {text}" for text in texts if text not in source]
+            found += [f"{place}: {text}" for text in texts if text not in _source(owner)]
     return found
 
 

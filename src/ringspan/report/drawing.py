@@ -84,7 +84,7 @@ def polygons(
         PathPatch(
             Path.make_compound_path(*closed), facecolor=to_rgba(colour, opacity) if colour != "none" else "none",
             edgecolor=edge, linewidth=edge_width if edge != "none" else 0, clip_on=False,
-            gid=f"{kind}|{title}" if kind or title else None,
+            gid=f"{kind}|{title}" if kind or title else None, in_layout=kind != "spot",  # which the axes enclose
         )
     )  # fmt: skip
 

@@ -246,6 +246,7 @@ def _call_over_ring(parts: Parts, mesh: DeviceMesh, config: StepConfig) -> None:
     view, model, decoder = parts.view, parts.view.model, parts.view.decoder
     about: dict[str, Any] = {
         "ring_mesh": mesh,
+        "ring_axis": mesh["ring"],
         "ring_layout": config.layout,
         "ring_folds": config.folds,
         "ring_step": config,

@@ -59,7 +59,7 @@ def recovering(model: RingModel) -> Iterator[None]:
 @torch.compiler.disable()
 def agreeing(model: RingModel, arguments: dict[str, Any]) -> AbstractContextManager[None]:
     """Trust the masks of checked arguments, whose documents ranks have compared; not masks of images."""
-    return nullcontext() if arguments.get("media") is not None else compared_batch(model.ring_mesh["ring"].get_group())
+    return nullcontext() if arguments.get("media") is not None else compared_batch(model.ring_axis.get_group())
 
 
 @torch.compiler.disable()
@@ -82,7 +82,7 @@ def check_forward(
         facts.alike, facts.alike_in_ring = _facts(model, arguments, others), _facts_of_ring(arguments)
         of_tree = arguments.get("tree_targets")
         facts.targets = 0 if targets is None else int(times_counted(targets, of_tree).sum())
-    tokens = arguments["input_ids"].shape[1] * model.ring_mesh["ring"].size()
+    tokens = arguments["input_ids"].shape[1] * model.ring_axis.size()
     defaults = {"num_items_in_batch": facts.targets, "sequence_length": tokens}
     given = {name: value for name, value in arguments.items() if value is not None}
     if facts.targets and given.get("num_items_in_batch") == 0:
@@ -161,7 +161,7 @@ def _check_batch(
             f"a tree of segments is not supported for {class_name(model)}, which has {model.ring_no_tree}; give it "
             "separate rows"
         )
-    ring = model.ring_mesh["ring"]
+    ring = model.ring_axis
     tokens = ring.size() * input_ids.shape[1]
     split = BatchLayout.of(model.ring_layout, tokens, ring.size(), document_lengths, model.ring_folds)
     inputs, labels = model.ring_vocabularies
@@ -185,7 +185,7 @@ def _check_batch(
 def _check_layout(
     model: RingModel, positions: Tensor, digest: Tensor | None, split: BatchLayout, counted: Sequence[Tensor | None]
 ) -> None:
-    layout, name, rank = split.shared, model.ring_layout, model.ring_mesh["ring"].get_local_rank()
+    layout, name, rank = split.shared, model.ring_layout, model.ring_axis.get_local_rank()
     rows = [len(split.rows) if lengths is None else len(lengths) for lengths in counted]
     expected = (positions_of(split, rank, *each) for each in zip(counted, rows, strict=True))
     folds = f", folds={model.ring_folds}" if model.ring_folds > 1 else ""

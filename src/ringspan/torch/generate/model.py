@@ -118,8 +118,7 @@ class RingGenerator(RingCausalLM):
             UnsupportedError: the model keeps states that a ring's cache does not (MiniMax, Zamba).
         """
         refuse_states(self)
-        ring = self.ring_mesh["ring"]
-        config = self.get_submodule(self.ring_decoder).config
+        ring, config = self.ring_axis, self.get_submodule(self.ring_decoder).config
         states = cached_states(config) if self.ring_stateful else ()
         return RingCache(cached_kinds(config), ring.size(), ring.get_local_rank(), dtype, states)
 

@@ -107,7 +107,7 @@ def _asked(config: GenerationConfig, arguments: dict[str, Any], name: str) -> An
 def _refuse_options(model: RingModel, config: GenerationConfig, arguments: dict[str, Any]) -> None:
     cache = arguments.get("past_key_values")
     check_cache(cache)
-    if cache is not None and cache.shares.ranks != model.ring_mesh["ring"].size():
+    if cache is not None and cache.shares.ranks != model.ring_axis.size():
         raise UnsupportedError(f"the cache is for a ring of {cache.shares.ranks}; use model.new_cache()")
     for name in ("cache_implementation", "output_attentions", "output_hidden_states"):
         if value := _asked(config, arguments, name):
@@ -219,7 +219,7 @@ def cache_bytes(model: RingModel, arguments: dict[str, Any]) -> int:
     longest = inputs.shape[1] + _num_new_tokens(settings, arguments, inputs.shape[1])
     rows = len(inputs) * max(_asked(settings, arguments, "num_beams") or 1, 1)
     numbers = _cached_numbers(decoder_on_ring(model), longest)
-    return int(rows * numbers * model.dtype.itemsize) // model.ring_mesh["ring"].size()
+    return int(rows * numbers * model.dtype.itemsize) // model.ring_axis.size()
 
 
 def _cached_numbers(decoder: Any, length: int) -> float:

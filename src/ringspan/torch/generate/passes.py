@@ -196,7 +196,7 @@ def over_cache(model: Any, asked: CachePass) -> CausalLMOutputWithPast:
     options = model.ring_loss
     logits = finished_logits(head_of(model)(torch.cat(last, 1)), options.logit_scale, options.softcap).contiguous()
     if cache.shares.ranks > 1:  # the same bits on every rank, whatever its processor
-        dist.broadcast(logits, group_src=0, group=model.ring_mesh["ring"].get_group())
+        dist.broadcast(logits, group_src=0, group=model.ring_axis.get_group())
     found: dict[str, Any] = {"logits": logits, OF_GENERATE: None if use_cache is False else cache}
     return CausalLMOutputWithPast(**found)
 
@@ -215,7 +215,7 @@ def _turn(
     model: RingModel, cache: RingCache, ids: Tensor, positions: Tensor, part: slice, real: tuple[Runs, ...] | None,
     wanted: int, images: PromptImages | None,
 ) -> Tensor:  # fmt: skip
-    ring, decoder = model.ring_mesh["ring"], decoder_on_ring(model)
+    ring, decoder = model.ring_axis, decoder_on_ring(model)
     start, count, columns = cache.shares.length, part.stop - part.start, torch.arange(part.start, part.stop)
     splits = is_split(count, cache.shares.ranks)
     firsts = cache.firsts

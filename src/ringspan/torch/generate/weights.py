@@ -30,9 +30,8 @@ def check_weights(weights: object) -> None:
 
 @contextmanager
 def weights_for_tokens(model: RingModel, weights: str, cache_bytes: int) -> Iterator[None]:
-    """Keep all weights whole on each rank during generation, or gather them for each pass."""
-    # ``auto`` keeps them whole if they fit with ``cache_bytes`` on all ranks, and logs the reason.
-    ring = model.ring_mesh["ring"]
+    """Keep weights whole on each rank while generating, ``auto`` if they fit with ``cache_bytes``, or gather them."""
+    ring = model.ring_axis
     if ring.size() == 1 or weights == "sharded" or not isinstance(model, FSDPModule):
         yield
         return

@@ -112,7 +112,7 @@ def record_routers(decoder: nn.Module, loss: RouterLoss) -> None:
 @torch.compiler.disable()
 def real_tokens_of(model: RingModel, positions: Tensor, length: int, document_lengths: Tensor | None) -> Tensor:
     """Return the mask (B, T) of local tokens within their documents: not padding of the layout."""
-    ring = model.ring_mesh["ring"]
+    ring = model.ring_axis
     split = BatchLayout.of(model.ring_layout, ring.size() * positions.shape[1], ring.size(), document_lengths)
     everywhere = split.positions(ring.get_local_rank()).to(positions.device)
     ends: Any = length if document_lengths is None else ends_of(document_lengths)

@@ -46,6 +46,7 @@ class RingModel(_Model):
     """Attributes that ``parallelize`` adds to a model."""
 
     ring_mesh: DeviceMesh
+    ring_axis: DeviceMesh  # the mesh's ring, of which torch would make a new mesh each time
     ring_layout: BatchLayoutName
     ring_folds: int  # parts of each sequence that ranks compute one after the other
     ring_step: StepConfig  # the options of ``parallelize``

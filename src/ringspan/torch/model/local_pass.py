@@ -30,7 +30,7 @@ def local_hidden_states(
     """Compute hidden states (B, T, C) of local tokens (B, T); ``longest`` document's tokens are without padding."""
     decoder = decoder_on_ring(model)
     if document_lengths is not None and counts_real_tokens(decoder):
-        ring = model.ring_mesh["ring"]
+        ring = model.ring_axis
         folds, number = model.ring_folds if fold else 1, fold.number if fold else 0
         length = position_ids.shape[1] * ring.size() * folds
         split = BatchLayout.of(model.ring_layout, length, ring.size(), document_lengths, folds)
@@ -76,7 +76,7 @@ class Packed:
         self.positions = positions
         self.split: BatchLayout | None = None  # where that is not the model's named one on as many tokens
         if model.ring_layout == "balanced" and lengths is not None:
-            whole, ranks = int(ends_of(lengths).max()), model.ring_mesh["ring"].size()
+            whole, ranks = int(ends_of(lengths).max()), model.ring_axis.size()
             self.split = BatchLayout.of(model.ring_layout, whole, ranks, lengths)
         rows: list[Segments | None] = [None] * len(blocks or ())
         if lengths is not None:
@@ -91,10 +91,8 @@ class Packed:
 def _sequences(
     model: RingModel, tokens: int, packed: Packed | None, fold: Fold | None, index_loss: IndexLoss | None
 ) -> SequencePass:
-    ring = model.ring_mesh["ring"]
-    split = None if packed is None else packed.split
-    if fold is not None:
-        split = BatchLayout((fold.layout,))
+    ring = model.ring_axis
+    split = BatchLayout((fold.layout,)) if fold is not None else packed and packed.split
     split = split or BatchLayout.of(model.ring_layout, tokens * ring.size(), ring.size(), None)
     starts = ((0,),)
     if packed is not None and packed.lengths is not None:
@@ -102,6 +100,6 @@ def _sequences(
     return SequencePass(split.rows, ring.get_group(), starts, packed, fold=fold, index_loss=index_loss)
 
 
-@torch.compiler.disable()  # a part of a mesh is made here, which it cannot trace
+@torch.compiler.disable()  # it logs
 def _note_length(model: RingModel, length: int) -> None:
-    note_length(model, length, says=model.ring_mesh["ring"].get_local_rank() == 0)
+    note_length(model, length, says=model.ring_axis.get_local_rank() == 0)

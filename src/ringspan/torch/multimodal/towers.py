@@ -80,7 +80,7 @@ def cheapest_of(modality: Modality, inputs: Inputs) -> range:
 class SharedTowers:
     def __init__(self, model: RingModel) -> None:
         self.model, self.kind = model, model.ring_media
-        ring: DeviceMesh = model.ring_mesh["ring"]
+        ring: DeviceMesh = model.ring_axis
         self.group, self.rank, self.ranks = ring.get_group(), ring.get_local_rank(), ring.size()
         self.works: dict[str, Work] = {}
 
@@ -191,7 +191,7 @@ def find_pass(model: RingModel, media: Media | None, tokens: int, lengths: Tenso
         inputs = _with_replicas(model.ring_mesh, kind, inputs)
     if not inputs and (media is None or not kind.has_grid_positions):
         return None
-    ring = model.ring_mesh["ring"]
+    ring = model.ring_axis
     split = BatchLayout.of(model.ring_layout, ring.size() * tokens, ring.size(), lengths)
     return MediaPass(model, media, inputs, split, lengths)
 

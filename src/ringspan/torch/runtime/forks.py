@@ -1,5 +1,6 @@
 """Parent process of forked local ranks; it imports torch itself, so it can start early."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -49,6 +50,7 @@ def _has_gpu() -> bool:
 
 def settle() -> None:
     """Reset a fork to a program's defaults: stop signals, start method, no hold on its parent's lifetime."""
+    gc.freeze()  # a third of a second per collection would go over what libraries have made at their import
     server: Any = forkserver._forkserver  # pyright: ignore[reportAttributeAccessIssue]
     if server._forkserver_alive_fd is not None:
         # The launcher alone keeps its server alive; a rank that loses its parent is ended by torch.

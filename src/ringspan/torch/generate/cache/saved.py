@@ -145,7 +145,7 @@ def _axis(mesh: DeviceMesh, name: str) -> tuple[int, int]:
 def _facts_to_save(model: Any, cache: Any, target: Path) -> dict[str, Any]:
     if not isinstance(cache, RingCache):
         raise UnsupportedError(f"a {type(cache).__name__} cannot be saved; use a cache from model.new_cache()")
-    if (cache.shares.ranks, len(cache.layers)) != (model.ring_mesh["ring"].size(), len(model.new_cache().layers)):
+    if (cache.shares.ranks, len(cache.layers)) != (model.ring_axis.size(), len(model.new_cache().layers)):
         raise UnsupportedError(
             f"the cache is for {cache.shares.ranks} ranks and {len(cache.layers)} layers; use this model's new_cache()"
         )

@@ -188,7 +188,7 @@ def _logprobs(
     """Compute the log-probability of each target (B, S) on every rank of the ring; 0 without a target."""
     local = _local_logprobs(model, hidden, targets)
     if tree_targets is not None:
-        return whole_results(local, tree_targets, length, model.ring_mesh["ring"].get_group())
+        return whole_results(local, tree_targets, length, model.ring_axis.get_group())
     return gathered_tokens(model, local, length, document_lengths)
 
 
@@ -202,7 +202,7 @@ def _local_logprobs(model: RingModel, hidden: Tensor, targets: Tensor) -> Tensor
 
 def gathered_tokens(model: RingModel, local: Tensor, length: int, document_lengths: Tensor | None) -> Tensor:
     """Return the results (B, ``length``, ...) of all tokens on every rank of the ring, given the local ones'."""
-    ring = model.ring_mesh["ring"]
+    ring = model.ring_axis
     split = BatchLayout.of(model.ring_layout, length, ring.size(), document_lengths, model.ring_folds)
     return Unsharded.apply(local, split, ring.get_group())
 

@@ -125,7 +125,7 @@ class RingClassifier(RingCausalLM):
             return SequenceClassifierOutputWithPast(logits=watch_backward(pooled))
         if not pools(self):
             return TokenClassifierOutput(logits=watch_backward(head(hidden)))
-        ring = self.ring_mesh["ring"]
+        ring = self.ring_axis
         whole = longest if document_lengths is None else int(document_lengths.sum(1).max())
         split = BatchLayout.of(self.ring_layout, whole, ring.size(), document_lengths)
         places = split.positions(ring.get_local_rank()).to(input_ids.device).expand(input_ids.shape)
@@ -180,5 +180,5 @@ def _last_places(model: RingModel, ids: Tensor, places: Tensor, length: int) -> 
     if padding is None:
         return torch.full((len(ids),), length - 1, device=ids.device)
     last = torch.where((ids != padding) & (places < length), places, 0).amax(1)
-    dist.all_reduce(last, dist.ReduceOp.MAX, group=model.ring_mesh["ring"].get_group())
+    dist.all_reduce(last, dist.ReduceOp.MAX, group=model.ring_axis.get_group())
     return last

@@ -92,7 +92,7 @@ class _Pass:
 
     def __init__(self, model: RingModel, call: Callable[..., Any], arguments: dict[str, Any], *, trains: bool) -> None:
         self._model, self._call, self._arguments, self._trains = model, call, arguments, trains
-        ring, step = model.ring_mesh["ring"], model.ring_step
+        ring, step = model.ring_axis, model.ring_step
         tokens = arguments["input_ids"].shape[1]
         self._tokens = tokens // step.folds
         layouts = fold_layouts(step.layout, ring.size() * tokens, ring.size(), step.folds)

@@ -138,7 +138,7 @@ def _check_arguments(model: RingModel, args: tuple[Any, ...], kwargs: dict[str, 
         raise UnsupportedError(f"use_cache=True: the decoder of {name} keeps no cache on a ring; leave it out")
     if given.get("return_dict") is False:
         raise UnsupportedError("return_dict=False is not supported on a ring; it must be True")
-    ring, embeddings = model.ring_mesh["ring"], given["inputs_embeds"]
+    ring, embeddings = model.ring_axis, given["inputs_embeds"]
     length = ring.size() * embeddings.shape[1]
     layout = Layout(model.ring_layout, length, ring.size())  # pyright: ignore[reportArgumentType]
     positions = given["position_ids"]

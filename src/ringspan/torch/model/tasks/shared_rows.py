@@ -61,7 +61,7 @@ class SharedRows:
             self.results = torch.full(ids.shape, self.count)
             self.results[wanted] = inverse
             scored = Scored(unique[:, 0], unique[:, 1], torch.arange(self.count), counts)
-        self.group: Any = model.ring_mesh["ring"].get_group()
+        self.group: Any = model.ring_axis.get_group()
         self.layout: BatchLayoutName = model.ring_layout
         row = torch.from_numpy(tokens)[None]
         self.local = shard_tree(row, tree, scored, model.ring_mesh, self.layout, device)
