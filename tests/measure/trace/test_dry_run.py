@@ -82,8 +82,6 @@ DTYPES = [
         *long(
             ("llama", {}, {"length": 32_768, "ring": 4, "checkpoint": "full", "compute_dtype": "float32"}),
             ("llama", {"vocab_size": 64_000}, {"length": 4096, "ring": 2, "checkpoint": "attention"}),
-        ),
-        *long(
             ("llama", {}, {"length": 16_384, "ring": 3, "checkpoint": "none"}),
             ("llama", {"num_key_value_heads": 4}, {"length": 8192, "checkpoint": "attention", "batch": 2}),
             ("qwen3", {"head_dim": 64}, {"length": 16_384, "ring": 2, "replicate": 2, "checkpoint": "full"}),
@@ -146,10 +144,10 @@ KINDS = ["llama", "mixtral", "deepseek_v3", "gpt_oss", "gemma3_text", "gemma4_te
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_keeps_what_is_planned(pool, kind):
     shape = from_config(models.config(kind).to_dict(), kind)
-    for policy, norms in (("none", 0), ("none", 128), ("attention", 128), ("full", 128)):
+    alike = [("none", 0), ("full", 128)] if kind == "llama" else []  # whole norms, and inputs of layers, in any kind
+    for policy, norms in (("none", 128), ("attention", 128), *alike):
         setting = Setting(length=1024, ring=2, checkpoint=policy, norm_chunk_tokens=norms, on_gpu=False)
-        positions = 4 * setting.tokens  # int32, which live as long as the decoder runs
-        planned = [held_bytes(shape, setting) + positions] * 2
+        planned = [held_bytes(shape, setting) + 4 * setting.tokens] * 2  # with int32 positions, while the decoder runs
         assert pool.run(held, 2, kind, setting) == pytest.approx(planned, rel=1e-3)
 
 
@@ -181,16 +179,16 @@ def held_in_folds(mesh, kind, setting):
 @pytest.mark.parametrize("kind", ["llama", "deepseek_v3", "gemma3_text"])
 def test_folds_keep_what_is_planned_between_passes(pool, kind):
     shape = from_config(models.config(kind).to_dict(), kind)
-    for checkpoint in ("attention", "full"):
-        setting = Setting(length=1024, ring=2, folds=4, checkpoint=checkpoint, on_gpu=False)
-        each = per_token(shape.counted(shape.layers), setting)  # gradients come later
-        planned = setting.fold.tokens * (3 * each.keys + 4 * each.results)
-        assert pool.run(held_in_folds, 2, kind, setting) == pytest.approx([planned] * 2, rel=1e-3)
+    checkpoint = "attention" if kind == "deepseek_v3" else "full"
+    setting = Setting(length=1024, ring=2, folds=4, checkpoint=checkpoint, on_gpu=False)
+    each = per_token(shape.counted(shape.layers), setting)  # gradients come later
+    planned = setting.fold.tokens * (3 * each.keys + 4 * each.results)
+    assert pool.run(held_in_folds, 2, kind, setting) == pytest.approx([planned] * 2, rel=1e-3)
 
 
 @pytest.mark.parametrize(("checkpoint", "offload"), [("full", "activations"), *long(("attention", "none"))])
 def test_longer_sequences_in_more_folds_are_planned(checkpoint, offload):
-    config = models.config("llama", **WIDE | THIN)
+    config = models.config("llama", **WIDE | THIN | {"num_hidden_layers": 1})
     # Two folds with float32 gradients are at hand at once, from five on.
     fewer, more = (Setting(length=4096 * n, ring=2, folds=n, checkpoint=checkpoint, offload=offload) for n in (5, 6))
     shape = from_config(config.to_dict(), "llama")
