@@ -25,7 +25,7 @@ def ended_apart(model: Any) -> Any:
     """Sequences that end at different tokens, and go on as padding."""
     ids = model.generate(**padded_batch(), max_new_tokens=8)
     ends = [int(ids[0, 47]), int(ids[1, 50])]
-    return plain(model, **padded_batch(), eos_token_id=ends)
+    return plain(model, **padded_batch(), eos_token_id=ends, max_new_tokens=8)
 
 
 def after_an_error(model: Any) -> Any:
