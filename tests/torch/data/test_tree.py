@@ -14,6 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_fun
 import ringspan as rs
 from ringspan.core.geometry.tree import Tree
 from ringspan.core.names import BATCH_LAYOUT_NAMES, PREFIX_LOSS_NAMES
+from tests.cases import long
 from tests.core.geometry.test_tree import trees
 from tests.every_model.hybrids import HYBRIDS
 from tests.every_model.tiny import tiny_model
@@ -130,8 +131,8 @@ def test_any_tree_is_its_branches_as_separate_rows(pool, given_tree, ranks, padd
         ("llama", 2, {"vocab_size": 98}, {"loss_chunk_vocabulary": 13}),
         ("qwen3_next", 1, {}, {}),
         ("falcon_h1", 1, {}, {"checkpoint": "full", "layout": "balanced"}),
-        ("jamba", 1, {}, {"checkpoint": "none", "layout": "contiguous"}),
-        ("minimax", 1, {}, {"layers_per_checkpoint": 2}),
+        *long(("jamba", 1, {}, {"checkpoint": "none", "layout": "contiguous"})),
+        *long(("minimax", 1, {}, {"layers_per_checkpoint": 2})),
     ],
 )
 def test_each_kind_of_layer_takes_trees(pool, kind, tp, changes, options):

@@ -87,12 +87,10 @@ def losses_on_ring(mesh: DeviceMesh, how: str, when: str) -> list[float]:
     ("how", "when"),
     [
         ("no_grad", "before the optimizer"),
-        ("no backward", "before the optimizer"),
         ("no backward", "before the step"),
         ("an exception", "before backward"),
         ("inference_mode", "before the update"),
         ("eval", "before backward"),
-        ("an exception in backward", "before the optimizer"),
         ("an exception in backward", "before the step"),
         ("layers stay whole", "never"),
         ("gathered by the user", "never"),

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import ringspan as rs
+from tests.cases import long
 from tests.torch.models import whole_gradients
 from tests.torch.recurrence.models import build
 from tests.torch.recurrence.test_models import PACKED, batch_of, on_a_ring, worst
@@ -62,7 +63,7 @@ def expected(kind: str, stage: str, rows: list[list[Tensor]]) -> Any:
 @pytest.mark.parametrize(
     ("kind", "stage", "ranks", "layout", "options"),
     [
-        ("deepseek_v32", "sparse", 2, "zigzag", {}),
+        *long(("deepseek_v32", "sparse", 2, "zigzag", {})),
         ("glm_moe_dsa", "dense", 3, "contiguous", {"documents": PACKED[0], "checkpoint": "full"}),
         ("hy_v4", "sparse", 3, "zigzag", {"documents": PACKED[2], "layers_per_checkpoint": 2}),
         ("hy_v4", "dense", 1, "zigzag", {"checkpoint": "none"}),

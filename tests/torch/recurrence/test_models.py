@@ -77,15 +77,13 @@ def worst(found: Any, expected: Any) -> float:
 LAYOUTS = [(2, "zigzag"), (3, "contiguous"), (4, "zigzag"), (1, "zigzag"), (4, "contiguous"), (3, "zigzag")]
 KINDS = [*enumerate(HYBRIDS)]
 CHOOSING = [*enumerate(INDEXED, 1)]  # of fewer keys than there are
-APART = [*KINDS[::6], CHOOSING[0], *CHOOSING[3:6]]
+APART = [KINDS[12], *CHOOSING[4:6]]
 # Documents that start and end anywhere, among them ones that are shorter than a convolution and whole spans.
-SHORT = [[5, 26], [31], [2, 2, 27], [30, 1]]
+SHORT = [[2, 2, 27], [5, 26], [31], [30, 1]]
 PACKED = [[7, 1, 2, 14, 3, 12], [39]], [[20, 19], [20, 19]], [[1, 38], [36, 3]]
 
 
-@pytest.mark.parametrize(
-    ("number", "kind"), [*KINDS[8::6], *long(*CHOOSING, *(x for x in KINDS if x not in KINDS[8::6]))]
-)
+@pytest.mark.parametrize(("number", "kind"), [KINDS[14], *long(*CHOOSING, *(x for x in KINDS if x != KINDS[14]))])
 def test_loss_and_gradients_equal_one_process_in_float64(pool, number, kind):
     ids = batch_of(2, 37)
     expected = one_process(kind, torch.float64, ids)
@@ -116,7 +114,7 @@ def test_padding_on_either_side_leaves_rows_as_they_are_alone(pool, kind):
         assert worst(found, expected) < 1e-9
 
 
-# The others of those that choose have packed documents with options below.
+# The other ways to compute have packed documents with options below.
 @pytest.mark.parametrize(("number", "kind"), [*APART, *long(*(x for x in KINDS + CHOOSING if x not in APART))])
 def test_packed_documents_equal_each_alone(pool, number, kind):
     ids, documents = batch_of(2, 39), PACKED[number % len(PACKED)]
@@ -141,30 +139,32 @@ def test_float32_is_as_close_to_float64_as_one_process(pool, number, kind):
         ("qwen3_5_text", 4, 2, {"accumulate": 2, "documents": SHORT}),
         ("falcon_h1", 3, 1, {"layout": "balanced", "checkpoint": "full", "documents": SHORT}),
         ("kimi_linear", 2, 1, {"checkpoint": "none"}),
-        ("minimax", 3, 1, {"checkpoint": "full"}),
-        ("lfm2", 2, 1, {"layers_per_checkpoint": 2}),
-        ("glm_moe_dsa", 4, 2, {"layout": "balanced", "checkpoint": "full", "documents": SHORT, "accumulate": 2}),
+        ("glm_moe_dsa", 3, 1, {"layout": "balanced", "checkpoint": "full", "documents": SHORT}),
         ("hy_v4", 3, 1, {"layers_per_checkpoint": 3, "documents": SHORT}),
         ("deepseek_v32", 2, 1, {"layout": "striped", "checkpoint": "none"}),
         ("deepseek_v4", 2, 1, {"layout": "striped", "checkpoint": "full", "documents": SHORT}),
         ("qwen4_exp_text", 3, 1, {"layers_per_checkpoint": 3, "documents": SHORT}),
         ("mamba2", 2, 1, {"offload": "activations"}),
-        ("axk1", 3, 1, {"layout": "balanced", "checkpoint": "full", "documents": SHORT}),
-        ("deepseek_v2", 4, 2, {"accumulate": 2, "documents": SHORT, "route": "bidirectional"}),
-        ("minicpm3", 3, 1, {"layout": "striped", "checkpoint": "none"}),
-        ("youtu", 2, 1, {"layers_per_checkpoint": 2, "offload": "activations"}),
-        ("qwen3_next", 4, 2, {"folds": 3, "documents": SHORT}),
+        ("deepseek_v2", 3, 1, {"documents": SHORT, "route": "bidirectional"}),
+        ("qwen3_next", 2, 1, {"folds": 3, "documents": SHORT}),
         ("bamba", 1, 1, {"folds": 4, "checkpoint": "full", "layout": "contiguous"}),
         ("lfm2", 3, 1, {"folds": 2, "documents": SHORT, "layout": "contiguous"}),
         ("minimax", 2, 1, {"folds": 5, "layers_per_checkpoint": 2}),
         *long(
+            ("minimax", 3, 1, {"checkpoint": "full"}),
+            ("lfm2", 2, 1, {"layers_per_checkpoint": 2}),
+            ("axk1", 3, 1, {"layout": "balanced", "checkpoint": "full", "documents": SHORT}),
+            ("minicpm3", 3, 1, {"layout": "striped", "checkpoint": "none"}),
+            ("youtu", 2, 1, {"layers_per_checkpoint": 2, "offload": "activations"}),
             ("jamba", 2, 1, {"accumulate": 2, "documents": SHORT}),
             ("nemotron_h", 2, 1, {"layers_per_checkpoint": 3, "checkpoint": "full"}),
         ),
     ],
 )
 def test_replicas_accumulation_and_checkpoints(pool, kind, ranks, replicate, options):
-    ids = batch_of(4, 31)
+    ids = batch_of(max(2, replicate * options.get("accumulate", 1)), 31)
+    if "documents" in options:
+        options["documents"] = options["documents"][: len(ids)]
     expected, layout = one_process(kind, torch.float64, ids, options.get("documents")), options.pop("layout", "zigzag")
     for found in pool.run(on_a_ring, ranks, kind, torch.float64, layout, ids, options, replicate=replicate):
         assert worst(found, expected) < 1e-9
