@@ -1,5 +1,6 @@
 """Adapters over frozen weights that torchao has packed: against one process, and by the bytes that a rank has."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,12 @@ def refused(mesh: DeviceMesh, make: Any, options: dict[str, Any]) -> None:
     ids=["trained", "activations", "tp", "compute dtype", "vocabulary"],
 )
 def test_what_packed_weights_cannot_do_raises(pool, make, tp, options, message):
-    with pytest.raises(UnsupportedError, match=message):
-        pool.run(refused, 2, make, options, tp=tp)
+    is_refused(pool.outcomes(refused, 2, make, options, tp=tp), message)
+
+
+def is_refused(outcomes: list[Any], message: str) -> None:
+    for outcome in outcomes:
+        assert isinstance(outcome, UnsupportedError) and re.search(message, str(outcome))
 
 
 def saved_whole(mesh: DeviceMesh, folder: Path) -> None:
@@ -120,14 +125,9 @@ def read_in_parts(mesh: DeviceMesh, folder: Path) -> None:
 
 
 def test_folders_of_packed_weights_are_not_made_in_parts(pool, tmp_path):
-    with pytest.raises(UnsupportedError, match=r"LlamaForCausalLM has packed weights, .*; save its adapter"):
-        pool.run(saved_whole, 2, tmp_path / "whole")
+    is_refused(pool.outcomes(saved_whole, 2, tmp_path / "whole"), "LlamaForCausalLM has packed weights, .*; save its a")
     assert not (tmp_path / "whole").exists()
     build("llama").save_pretrained(tmp_path / "base")
-    with pytest.raises(UnsupportedError, match="quantise"):
-        pool.run(read_in_parts, 2, tmp_path / "base")
+    is_refused(pool.outcomes(read_in_parts, 2, tmp_path / "base"), "quantise")
     from_folder(tmp_path / "base").save_pretrained(tmp_path / "packed")
-    with pytest.raises(
-        UnsupportedError, match=r"quantised \(torchao\), .*; open it with from_pretrained of transformers"
-    ):
-        pool.run(read_in_parts, 2, tmp_path / "packed")
+    is_refused(pool.outcomes(read_in_parts, 2, tmp_path / "packed"), r"quantised \(torchao\), .*; open it with from_pr")
