@@ -20,13 +20,15 @@ Integers = NDArray[np.int64]
 class Index:
     """A layer's choice: a query attends to ``keys`` of each of the ``topk`` best entries, and to ``others`` always.
 
+    ``window``: last tokens that a query attends to, too; their columns lie before the entries'.
+
     An entry is of ``size`` tokens. ``scored``: numbers that are multiplied to score one; ``key``: numbers of a
     token that travel for it, both 0 where another layer's choice is shared; ``token``: numbers of one for attention.
     ``kept``: positions that are kept of a query's choice, by full checkpoints too if layers hand it on (``is_passed``).
     """
 
     topk: int
-    token: int
+    token: float
     size: int = 1
     keys: int = 1
     others: float = 0
@@ -34,6 +36,11 @@ class Index:
     key: float = 0
     kept: int = 0
     is_passed: bool = False
+    window: int = 0
+
+    def most(self, length: int) -> int:
+        """Return the entries that a query attends to at most."""
+        return min(self.topk, length // self.size)
 
 
 class Seen(NamedTuple):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Final
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.layout import Layout
@@ -16,6 +17,12 @@ from ringspan.plan.cost.shards import host_bytes, host_use
 from ringspan.plan.cost.states import state_bytes
 from ringspan.plan.model.shapes import ModelShape
 from ringspan.plan.search import AUTO, Question, longest_setting, meshes
+
+_LAYOUTS: Final = {
+    "zigzag": "each rank holds an early and a late chunk, so that causal work is equal on all ranks",
+    "contiguous": "the fewest bytes travel, which counts for more than equal work on all ranks",
+    "striped": "causal work is equal on all ranks, hop by hop",
+}
 
 
 def needs(setting: Setting) -> str:
@@ -46,7 +53,7 @@ def why(question: Question, setting: Setting, memory: Memory, cost: StepCost, lo
         yield from _why_this_micro_batch(question, setting, cost)
         yield from _why_this_policy(question, setting)
     if setting.ring > 1:
-        yield _why_this_layout(setting)
+        yield f"{setting.layout}: {_LAYOUTS[setting.layout]}"
     yield (
         f"the peak is in the {memory.moment}: {shown_bytes(memory.peak_bytes)} of {shown_bytes(device.memory_bytes)}; "
         f"{shown_bytes(memory.reserve_bytes)} more, {RESERVE:.0%} of activations, temporaries and communication, are "
@@ -172,16 +179,6 @@ def _why_this_micro_batch(question: Question, setting: Setting, cost: StepCost) 
         )
 
 
-def _why_this_layout(setting: Setting) -> str:
-    match setting.layout:
-        case "zigzag":
-            return "zigzag: each rank holds an early and a late chunk, so that causal work is equal on all ranks"
-        case "contiguous":
-            return "contiguous: the fewest bytes travel, which counts for more than equal work on all ranks"
-        case "striped":
-            return "striped: causal work is equal on all ranks, hop by hop"
-
-
 def _why_this_policy(question: Question, setting: Setting) -> Iterator[str]:
     budget, shape = question.device.memory_bytes, question.shape
     for faster in CHECKPOINT_NAMES[: CHECKPOINT_NAMES.index(setting.checkpoint)]:
@@ -223,6 +220,13 @@ def _about_states(question: Question, setting: Setting) -> Iterator[str]:
     """Yield what layers with states and convolutions send, and what their memory and time stand for."""
     shape = question.shape
     kinds = [kind for kind in shape.kinds if kind.scan or kind.halo]
+    pools = any(kind.index and kind.index.window for kind in shape.kinds)
+    if setting.checkpoint == "none" and shape.streams > 1 and (pools or any(kind.scan for kind in kinds)):
+        yield (
+            "without checkpoints, layers with states or pooled entries, whose hidden states are in several streams, "
+            "keep more than is counted (on two ranks a small Qwen4-exp 44%, in PyTorch code, a DeepSeek-V4 4%): leave "
+            "room, or use checkpoints"
+        )
     if not kinds:
         return
     if setting.ring > 1:
@@ -237,11 +241,6 @@ def _about_states(question: Question, setting: Setting) -> Iterator[str]:
             "states are counted as in fused kernels (flash-linear-attention, mamba-ssm); transformers' PyTorch code, "
             "which runs without them, holds more and takes longer"
         )
-        if setting.checkpoint == "none" and shape.streams > 1:
-            yield (
-                "without checkpoints, layers with states whose hidden states are in several streams keep more than is "
-                "counted (a small Qwen4-exp 44% on two ranks, in PyTorch code): leave room, or use checkpoints"
-            )
 
 
 def _about_towers(question: Question, setting: Setting) -> Iterator[str]:

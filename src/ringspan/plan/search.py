@@ -143,8 +143,8 @@ def routes(question: Question, setting: Setting) -> tuple[str, ...]:
 
 
 def _other_routes(question: Question, setting: Setting) -> Iterator[str]:
-    local = question.shape.split(setting.tp)
-    sizes = Shape(1, local.heads, local.kv_heads, local.head_dim, local.head_dim, setting.number_bytes)
+    kind = question.shape.split(setting.tp).attention
+    sizes = Shape(1, kind.heads, kind.kv_heads, kind.head_dim, kind.head_dim, setting.number_bytes)
     per_node = max(1, question.device.devices_per_node // setting.tp)
     for route in other_routes(setting.ring, sizes, per_node):
         yield route

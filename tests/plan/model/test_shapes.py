@@ -7,6 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from ringspan.core.errors import ConfigError, RingspanError, UnsupportedError
+from ringspan.plan.cost.chosen import attended_pairs
 from ringspan.plan.model.configs import MODELS, from_config, model_shape
 from ringspan.torch.layers.decoder import layer_kinds
 from ringspan.torch.layers.positions import num_trained_positions
@@ -141,3 +142,7 @@ def test_an_index_chooses_as_many_keys_as_its_config_says():
         kind.index for kind in from_config(hybrid_config("minimax_m3_vl_text").to_dict(), "blocks").kinds if kind.index
     }
     assert (blocks.topk, blocks.size) == (3, 4)
+    kinds = from_config(hybrid_config("deepseek_v4").to_dict(), "entries").kinds
+    seen = range(1, 62)  # of a query, which attends to a window of 5, and 3 entries of 3 tokens or all of 4
+    pairs = [sum(min(n, 5) + most for n in seen for most in [min(n // size, 3 if size == 3 else n)]) for size in (4, 3)]
+    assert [attended_pairs(kind.index, 61) for kind in kinds if kind.index] == 2 * pairs

@@ -225,7 +225,7 @@ def test_tokens_of_an_image_see_its_later_ones_once():
     causal, both = (int(mask_of(24, None, None, None, each).dense(places, places).sum()) for each in (None, blocks))
     assert shape.later_pairs == both - causal == 30
     plain = replace(shape, later_pairs=0)
-    assert model_flops(shape, 24) - model_flops(plain, 24) == 12 * 30 * shape.query_size * shape.layers
+    assert model_flops(shape, 24) - model_flops(plain, 24) == 12 * 30 * shape.attention.out_size * shape.layers
 
 
 def test_a_growth_goes_through_what_was_measured():

@@ -30,7 +30,8 @@ _LOSS_BYTES: Final = 4  # an index's divergence from attention, 0 if it does not
 class ChoosingPart:
     """One rank's part: the ``tokens`` that it exchanges and holds (``own``), and bytes of one, which may be many.
 
-    ``index_bytes``: of a key of the index, 0 if a choice is shared. ``choosing`` and ``attending`` are ``Work``.
+    ``index_bytes``: of a key of the index, 0 if a choice is shared or these are a part of the others. ``choosing`` and
+    ``attending`` are ``Work``.
     """
 
     rank: int
@@ -54,7 +55,7 @@ def forward(part: ChoosingPart) -> Iterator[Event]:
         yield from index.finish()
         yield Compute(Work(part.choosing), 0)
     yield from keys.finish()
-    yield Compute(Work(part.attending), 0)
+    yield Compute(Work(part.attending + (part.choosing if index is None else 0)), 0)
     loss = yield from make(_LOSS_BYTES)
     yield from drop(loss, keys.total, *([index.total] if index else []))
 

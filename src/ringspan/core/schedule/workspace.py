@@ -52,8 +52,7 @@ class Shape:
     @property
     def kv_numbers(self) -> int:
         """Numbers of a token that travel."""
-        numbers = self.index.token if self.index else self.latent_dim
-        return self.batch * (numbers or self.kv_heads * (self.head_dim + self.value_dim))
+        return self.batch * (self.latent_dim or self.kv_heads * (self.head_dim + self.value_dim))
 
     def of(self, heads: Heads) -> "Shape":
         return replace(

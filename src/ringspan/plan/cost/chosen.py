@@ -1,6 +1,6 @@
 """Seconds and bytes of attention to keys that an index chooses, by the events of its passes."""
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Final
 
 from ringspan.core.geometry.layout import CustomLayout, Layout
@@ -65,8 +65,8 @@ def _part(layout: Layout, mask: Mask, rank: int, shape: Shape) -> ChoosingPart:
         rank=min(rank, few.ranks - 1),
         tokens=exchanged(few, mask, min(rank, few.ranks - 1)),
         own=few.tokens_per_rank,
-        key_bytes=round(times * shape.itemsize * shape.kv_numbers),
-        gradient_bytes=round(times * shape.sum_itemsize * shape.kv_numbers),
+        key_bytes=round(times * shape.itemsize * shape.batch * index.token),
+        gradient_bytes=round(times * shape.sum_itemsize * shape.batch * index.token),
         index_bytes=round(times * shape.batch * shape.itemsize * index.key),
         choosing=scored * index.scored / heads,
         attending=chosen,
@@ -79,12 +79,12 @@ def _alone(length: int) -> Layout:
 
 def _pairs(layout: Layout, mask: Mask, rank: int, index: Index) -> tuple[float, float]:
     """Return the pairs that one rank's queries score, and those that they attend to."""
+    shares = 1
     if mask == causal() and not isinstance(layout, CustomLayout):
         shares = layout.ranks if layout.name == "striped" else 1  # each rank's is the same
         spans = _alone(layout.length).spans(0) if shares > 1 else layout.spans(rank)
-        counts = scored_and_chosen_causally(spans, layout.length, index.topk, index.size)
-        scored, chosen = (each / shares for each in counts)
+        count = partial(scored_and_chosen_causally, spans, layout.length)
     else:
-        seen = seen_in(mask, layout.length)(layout.positions(rank))
-        scored, chosen = scored_and_chosen(seen, index.topk, index.size)
-    return scored, index.keys * chosen + index.others * layout.tokens_per_rank
+        count = partial(scored_and_chosen, seen_in(mask, layout.length)(layout.positions(rank)))
+    (scored, chosen), (_, near) = count(index.topk, index.size), count(index.window)
+    return scored / shares, (index.keys * chosen + near) / shares + index.others * layout.tokens_per_rank

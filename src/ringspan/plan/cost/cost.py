@@ -333,7 +333,7 @@ def block_tokens_for_overlap(shape: ModelShape, setting: Setting, device: Device
     reached = device.flops * device.attention_efficiency
     causal_share = 0.5 if setting.ring > 1 else 1.0
     sent, kind = sent_itemsize(setting.comm_dtype, setting.number_bytes), shape.attention
-    share = shape.kv_heads / shape.heads
+    share = kind.kv_heads / kind.heads
     if latent_dim := setting.latent_dim(kind):
         share = latent_dim / (kind.heads * (kind.head_dim + kind.value_dim))
     return reached / bandwidth * share * (sent / 2) / causal_share

@@ -16,6 +16,8 @@ def parts_of(kind: LayerKind, setting: Setting) -> dict[str, int]:
     if setting.latent_dim(kind):  # keys, and the product that holds their other part and values, are expanded again
         expanded = kind.heads * (2 * kind.head_dim - kind.rotary + kind.value_dim)
         parts["heads"] -= a * kind.calls * (expanded - kind.rotary)
+    if kind.index and kind.index.window:
+        parts["heads"] += _FLOAT32 * (kind.index.window + kind.index.most(setting.length))  # columns, int32
     return parts | {"attention": result_bytes(kind, setting), "mixing": a * (kind.mixed + 2 * _out(kind))}
 
 

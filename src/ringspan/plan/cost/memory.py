@@ -338,7 +338,8 @@ def _chosen_backward_bytes(kind: LayerKind, index: Index, setting: Setting) -> t
     sizes, a = (kind.heads, kind.kv_heads, kind.head_dim, kind.value_dim), setting.number_bytes
     shape = Shape(setting.batch, *sizes, a, index=index)
     held = most_backward_bytes(setting.layout, setting.length, setting.ring, shape)
-    here = a * kind.heads * kind.head_dim + 2 * 4 * index.topk * index.keys
+    columns = index.window + index.most(setting.length) * index.keys
+    here = a * kind.heads * kind.head_dim + 2 * 4 * columns
     return round(held.sums) + setting.tokens * here, round(held.in_transit)
 
 

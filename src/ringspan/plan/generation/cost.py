@@ -90,17 +90,18 @@ def text_bytes(shape: ModelShape, text: Text) -> tuple[int, int, int]:
     weights = mine + (gathered if text.ring > 1 else 0)
     # Nothing follows the last token, so it is not kept.
     tokens = [_fullest(text, text.prompt, text.new_tokens - 1, window) for window in local.layer_windows]
-    cache = sum(2 * local.kv_size * a * text.batch * held for held in tokens)
+    kind = local.attention
+    queries, keys = kind.heads * kind.head_dim, 2 * kind.kv_heads * kind.head_dim
+    cache = sum(keys * a * text.batch * held for held in tokens)
 
     here = text.batch * min(text.prompt if text.ring == 1 else -(-text.prompt // text.ring), PREFILL_TOKENS)
     stream = 3 * a * shape.hidden
-    queries, keys = local.query_size, 2 * local.kv_size
-    partial = _FLOAT32 * (queries + local.heads)
+    partial = _FLOAT32 * (queries + kind.heads)
     sent = 0
     if text.ring > 1:
         whole = text.batch * max(tokens) * keys * a / max(here, 1)
         sent = min(2 * whole, 2 * (a * queries + partial))
-    moved = text.batch * max(tokens) * local.kv_size * a
+    moved = text.batch * max(tokens) * keys // 2 * a
     attention = here * (a * (2 * queries + keys) + partial + sent) + moved
     feedforward = here * a * 3 * local.intermediate
     return weights, cache, int(here * stream + max(attention, feedforward))
@@ -149,8 +150,8 @@ class _Times:
         layers = shape.layers
         self.collectives = (layers + 1) * (text.ring > 1) + 2 * (layers + 1) * (text.tp > 1)
         self.collectives += (layers + 1) * (text.ring > 1 and text.weights == "sharded")
-        sizes = self.shape.heads, self.shape.kv_heads, self.shape.head_dim, self.shape.head_dim
-        self.attention = Shape(text.batch, *sizes, text.number_bytes)
+        kind = self.shape.attention
+        self.attention = Shape(text.batch, kind.heads, kind.kv_heads, kind.head_dim, kind.head_dim, text.number_bytes)
         self.flops = self.peak * device.attention_efficiency
 
     def reading(self) -> tuple[float, float]:
@@ -174,7 +175,7 @@ class _Times:
         cache = sum(times * self._few(1, held, window) for window, times in self.windows.items())
         sent = self.collectives * self.collective
         if text.ring > 1:
-            partial = count * self.shape.heads * (self.shape.head_dim + 1) * _FLOAT32
+            partial = count * self.attention.heads * (self.attention.head_dim + 1) * _FLOAT32
             logits = count * self.shape.vocab * text.number_bytes
             sent += (self.shape.layers * (text.ring - 1) * partial + logits) / self._bandwidth
             if text.weights == "sharded":

@@ -1,14 +1,14 @@
 """Indexes that choose a layer's keys, from the choices that their modules hand to attention, or from the modules."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Final
 
 from torch import nn
 
-from ringspan.core.errors import UnsupportedError
-from ringspan.core.selection import Index
+from ringspan.core.selection import EVERYTHING, Index
 from ringspan.torch.model.attention.choice import Choice
-from ringspan.torch.model.attention.pooled import BlockIndex, GatedPools, PooledIndex
+from ringspan.torch.model.attention.pooled import BlockIndex, Entries, GatedPools, PooledIndex
 
 
 def index_of(module: Any, choice: Choice, token: int) -> Index:
@@ -20,11 +20,8 @@ def index_of(module: Any, choice: Choice, token: int) -> Index:
     for kind, facts in _POOLED.items() if isinstance(made, nn.Module) else ():
         if isinstance(made, kind):
             return facts(made, token)
-    if not choice.chosen:
-        raise UnsupportedError(
-            "the planner does not count entries that pool tokens next to a window; measure a few steps with "
-            "ringspan train"
-        )
+    if isinstance(choice, Entries):
+        return _entries(module.compressor, module.sliding_window)
     return Index(topk=choice.chosen[0].shape[2 if choice.chosen[0].ndim < 5 else 3], token=token)
 
 
@@ -39,6 +36,15 @@ def _pools(of: Any, token: int, heads: int, size: int, topk: int) -> Index:
     """Return an index of pools of ``size`` tokens; a query also attends to those after its last pool."""
     options = {"size": size, "keys": size, "others": (size - 1) / 2, "kept": topk * size + size - 1}
     return Index(topk=topk, token=token, scored=round(heads * size * of.key_numbers), key=of.key_numbers, **options)
+
+
+def _entries(of: Any, window: int) -> Index:
+    """Return the index of entries next to a window, if there is one; its keys travel with theirs."""
+    all_ = Index(topk=EVERYTHING, token=of.key_numbers, size=of.compress_rate, window=window)
+    if (index := getattr(of, "indexer", None)) is None:
+        return all_
+    topk = index.index_topk
+    return replace(all_, topk=topk, scored=index.num_heads * index.head_dim, kept=topk)
 
 
 # By what chooses in the place of transformers' index.

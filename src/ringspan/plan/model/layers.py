@@ -322,7 +322,7 @@ def _hooked(
                 on(module, partial(begin_norm, run), end_norm)
     inside = {module for layer in layers for module in layer.modules()}
     for path, module in decoder.named_modules():
-        if is_norm(module) and module not in inside:
+        if is_norm(module) and module._parameters and module not in inside:
             on(module, partial(begin_child, watch.outside, path), lambda _: watch.switch(""))
             on(module, partial(begin_norm, watch.outside), end_norm)
     try:

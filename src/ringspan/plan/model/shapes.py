@@ -80,26 +80,6 @@ class ModelShape:
             attending, key=lambda kind: (kind.heads * kind.head_dim, kind.kv_heads * kind.head_dim), default=_NONE
         )
 
-    @property
-    def heads(self) -> int:
-        return self.attention.heads
-
-    @property
-    def kv_heads(self) -> int:
-        return self.attention.kv_heads
-
-    @property
-    def head_dim(self) -> int:
-        return self.attention.head_dim
-
-    @property
-    def query_size(self) -> int:
-        return self.heads * self.head_dim
-
-    @property
-    def kv_size(self) -> int:
-        return self.kv_heads * self.head_dim
-
     @cached_property
     def intermediate(self) -> int:
         return max(kind.intermediate for kind in self.kinds)
@@ -124,7 +104,7 @@ class ModelShape:
     @cached_property
     def is_plain(self) -> bool:
         """True for text without states or experts, whose layers differ in windows at most."""
-        is_dense = self.active_parameters == self.parameters and self.head_dim == self.attention.value_dim
+        is_dense = self.active_parameters == self.parameters and self.attention.head_dim == self.attention.value_dim
         alike = len({replace(kind, window=None) for kind in self.kinds}) == 1
         return is_dense and alike and not (self.has_states or self.sees or self.has_index)
 

@@ -15,7 +15,7 @@ from torch.nn.functional import linear, pad, silu
 from ringspan.torch.attention.cached import Turn, current_turn
 from ringspan.torch.attention.handler import handled
 from ringspan.torch.attention.index.cached import attend_to_both, best_of_shares, choose_blocks_of_cache
-from ringspan.torch.attention.index.chosen import Blocks, IndexInputs, all_seen, choose, choose_blocks, packed
+from ringspan.torch.attention.index.chosen import Blocks, IndexInputs, all_seen, choose, choose_blocks, packed, unpacked
 from ringspan.torch.attention.index.windows import (
     Attended,
     Row,
@@ -245,7 +245,7 @@ class Compressor(Mixin):
         for part, row in rows_now(hidden_states.device):
             windows, pooled = _entries(x, part, row, size, reach, pool)
             entries = fetched(pooled, windows.entries, group_now(), is_wide=True)
-            made.append((part, row, entries[..., : self.head_dim], _chosen(asked, part, entries, windows)))
+            made.append((part, row, entries[..., : self.head_dim], _chosen(asked, part, entries, windows, row.length)))
         return nothing, Entries(made)
 
 
@@ -269,13 +269,13 @@ def _pooled(module: Any, kv: Tensor, gate: Tensor, windows: Windows, first: Tens
     return rotation_of(module)(entries[:, None], *turns)[:, 0]
 
 
-def _chosen(asked: IndexInputs | None, part: slice, entries: Tensor, windows: Windows) -> Tensor:
+def _chosen(asked: IndexInputs | None, part: slice, entries: Tensor, windows: Windows, length: int) -> Tensor:
     if asked is None:
         return all_seen(windows.first, windows.stop, windows.most).expand(len(entries), -1, -1)
     keys = entries[..., -asked.q.shape[-1] :].detach()
     index = _of_rows(asked, part, keys, windows)
-    (found,) = handled(lambda: (choose(index, windows.first, windows.stop),))
-    return found
+    (found,) = handled(lambda: (packed(choose(index, windows.first, windows.stop), length),))
+    return unpacked(found)
 
 
 class Entries(Choice):
