@@ -56,8 +56,9 @@ def rollout(
     """
     torch.manual_seed(0)
     config, plain, on_ring = kinds
-    options = {"bf16": False, "num_generations": 2, "max_completion_length": 12, "dataloader_drop_last": True} | given
+    options = {"bf16": False, "num_generations": 2, "dataloader_drop_last": True} | given
     lora, sampled, place = options.pop("lora", False), options.pop("sampled", False), options.pop("place", None)
+    options.setdefault("max_completion_length", 6 if sampled else 12)
     if lora:  # adapters begin at zero, so that all of a weight is what Adam made of gradients, and of their rounding
         options.setdefault("adam_epsilon", 0.1)
     functions = {name: options.pop(name) for name in OWN if name in options}

@@ -28,8 +28,8 @@ SHARED = {"shared_prefix": True, "min_shared_tokens": 1}
         (grpo, "qwen3-window", {"beta": 0.0, "sampled": True, "temperature": 0.7}, {}),
         (rloo, "llama", {"beta": 0.0}, {}),
         (sft, "hy_v4", {}, {}),
-        (grpo, "deepseek_v32", {"beta": 0.0, "sampled": True}, {}),
         *long(
+            (grpo, "deepseek_v32", {"beta": 0.0, "sampled": True}, {}),
             (sft, "deepseek_v32", {}, {}),
             (sft, "glm_moe_dsa", {}, {}),
             (grpo, "glm_moe_dsa", {"beta": 0.0, "sampled": True}, {}),
