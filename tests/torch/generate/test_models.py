@@ -151,7 +151,6 @@ def test_pools_with_padding_after_tokens_are_refused(pool):
         ("deepseek_v32", 1),
         ("glm_moe_dsa", 2),
         ("dots3_note_text", 2),
-        ("mistral_large4:multimodal", 2),
         ("qwen4_exp_text", 2),
         ("qwen4_exp_text without states", 3),
         ("glm5_next:multimodal", 2),
@@ -159,7 +158,7 @@ def test_pools_with_padding_after_tokens_are_refused(pool):
         ("minimax_m3_vl_text", 3),
         ("deepseek_v4", 2),
         *long(("deepseek_v4", 3), ("glm5_next:multimodal", 3), ("axk2", 2), ("dots3_note:multimodal", 2)),
-        *long(("hy_v4", 2), ("hy_v4", 3), ("minimax_m3_vl:multimodal", 2)),
+        *long(("hy_v4", 2), ("hy_v4", 3), ("mistral_large4:multimodal", 2), ("minimax_m3_vl:multimodal", 2)),
     ],
 )
 def test_an_index_chooses_in_shares_as_in_float64_on_one_process(pool, kind, ranks):

@@ -30,7 +30,6 @@ KINDS: list[tuple[str, dict[str, Any]]] = [
     ("llama4_text", {}),
     ("deepseek_v3", {"loss_chunk_tokens": 5}),
     ("gpt2", {}),
-    ("mixtral", {}),
     ("lora", {"layout": "contiguous"}),
 ]
 

@@ -78,7 +78,7 @@ def load_and_ask(mesh: DeviceMesh, name: str, folder: Path, batch: int = 1, **op
     ("name", "others"),
     [
         ("gpt_oss", (1, 3)),
-        ("glm_moe_dsa", (1, 3)),
+        ("glm_moe_dsa", (3,)),
         ("minimax_m3_vl_text", (3,)),
         *long(("deepseek_v3", (3,))),
         *long(("llama4_text", (1, 2, 3))),
