@@ -29,7 +29,7 @@ def test_with_free_links_a_step_is_its_flops():
     ideal = replace(FAST, matmul_efficiency=1.0, attention_efficiency=1.0)
     step = step_cost(LLAMA, setting, ideal, batch=1)
     # The model's FLOPs count backward as twice the forward; attention's own backward is 5 products to forward's 2.
-    extra = 2 * LLAMA.query_size * causal_pairs(65_536) * LLAMA.layers
+    extra = 2 * LLAMA.attention.out_size * causal_pairs(65_536) * LLAMA.layers
     assert step.seconds == pytest.approx((step.flops + extra) / (4 * ideal.flops), rel=1e-3)
     assert step.exposed_seconds == pytest.approx(0, abs=1e-6)
     assert step.mfu == pytest.approx(step.flops / (step.flops + extra), rel=1e-3)
@@ -41,7 +41,7 @@ def test_checkpointing_costs_a_forward_pass():
         for name in ("none", "attention", "full")
     }
     assert seconds["none"] < seconds["attention"] < seconds["full"]
-    attention = 4.0 * LLAMA.query_size * causal_pairs(131_072) / 4 * LLAMA.layers
+    attention = 4.0 * LLAMA.attention.out_size * causal_pairs(131_072) / 4 * LLAMA.layers
     again = attention / (FAST.flops * FAST.attention_efficiency)
     assert seconds["full"] - seconds["attention"] == pytest.approx(again, rel=1e-3)
 
@@ -56,7 +56,7 @@ def test_recomputed_inputs_cost_three_quarters_of_a_forward_pass(checkpoint):
     forward = 2 * LLAMA.layer_matrix_parameters * tokens / (FAST.flops * FAST.matmul_efficiency)
     if checkpoint == "full":
         pairs = causal_pairs(131_072) / 4 * LLAMA.layers
-        forward += 4.0 * LLAMA.query_size * pairs / (FAST.flops * FAST.attention_efficiency)
+        forward += 4.0 * LLAMA.attention.out_size * pairs / (FAST.flops * FAST.attention_efficiency)
     assert shared - plain == pytest.approx(0.75 * forward, rel=1e-3)
 
 
