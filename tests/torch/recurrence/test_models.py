@@ -80,6 +80,7 @@ CHOOSING = [*enumerate(INDEXED, 1)]  # of fewer keys than there are
 APART = [KINDS[12], *CHOOSING[4:6]]
 # Documents that start and end anywhere, among them ones that are shorter than a convolution and whole spans.
 SHORT = [[2, 2, 27], [5, 26], [31], [30, 1]]
+UNPOOLED = [*[[*[2] * 15, 1]] * 3, [*[2] * 8, 15]]  # the first of two ranks has no entry to norm
 PACKED = [[7, 1, 2, 14, 3, 12], [39]], [[20, 19], [20, 19]], [[1, 38], [36, 3]]
 
 
@@ -143,6 +144,7 @@ def test_float32_is_as_close_to_float64_as_one_process(pool, number, kind):
         ("hy_v4", 3, 1, {"layers_per_checkpoint": 3, "documents": SHORT}),
         ("deepseek_v32", 2, 1, {"layout": "striped", "checkpoint": "none"}),
         ("deepseek_v4", 2, 1, {"layout": "striped", "checkpoint": "full", "documents": SHORT}),
+        ("deepseek_v4", 2, 1, {"layout": "contiguous", "documents": UNPOOLED, "norm_chunk_tokens": 3}),
         ("qwen4_exp_text", 3, 1, {"layers_per_checkpoint": 3, "documents": SHORT}),
         ("mamba2", 2, 1, {"offload": "activations"}),
         ("deepseek_v2", 3, 1, {"documents": SHORT, "route": "bidirectional"}),

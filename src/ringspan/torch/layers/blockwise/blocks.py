@@ -163,7 +163,7 @@ class Blockwise:
         whole: Any = super().forward  # pyright: ignore[reportAttributeAccessIssue]
         chunk, recorder = self.chunk_tokens, self.chunk_recorder
         others: list[None] = []
-        if hidden_states.shape[:-1].numel() < self.chunk_from_tokens:
+        if hidden_states.shape[:-1].numel() < max(1, self.chunk_from_tokens):  # none: no block would give zeros
             return whole(hidden_states, *args, **kwargs)
 
         def run(tokens: Tensor) -> tuple[Tensor, ...]:
