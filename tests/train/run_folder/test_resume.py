@@ -184,9 +184,11 @@ def test_what_cannot_go_on_is_refused_on_all_ranks(pool, text, uninterrupted, ch
     assert all(isinstance(outcome, error) and message in str(outcome) for outcome in outcomes), outcomes
 
 
-def test_no_valid_checkpoint_is_refused_and_not_begun_anew(pool, text):
+def test_fewer_steps_and_no_valid_checkpoint_are_refused(pool, text):
     hopeless = config(text, "hopeless")
-    pool.run(train_and_see, 4, hopeless, 1)
+    pool.run(train_and_see, 4, hopeless, 2)
+    for outcome in pool.outcomes(train_and_see, 4, config(text, "hopeless", steps=2)):
+        assert isinstance(outcome, ConfigError) and "has come to step 3, beyond steps = 2" in str(outcome)
     for manifest in (text / "hopeless" / "checkpoints").glob("*/manifest.json"):
         manifest.write_text("{}")
     outcomes = pool.outcomes(train_and_see, 4, hopeless)
@@ -199,12 +201,6 @@ def test_more_steps_go_on_from_a_finished_run(pool, text):
     (steps, _, lines), *_ = pool.run(train_and_see, 4, config(text, "longer", steps=3))
     assert steps == 3 and "steps = 3 (the run began with 2)" in lines
     assert [step for step, name in curve(text / "longer") if name == "loss"] == [1, 2, 3]
-
-
-def test_fewer_steps_than_it_has_come_to_are_refused(pool, text):
-    pool.run(train_and_see, 4, config(text, "fewer"), 3)
-    for outcome in pool.outcomes(train_and_see, 4, config(text, "fewer", steps=2)):
-        assert isinstance(outcome, ConfigError) and "has come to step 4, beyond steps = 2" in str(outcome)
 
 
 @pytest.mark.parametrize(("name", "mesh"), [("the same", {}), *long(("heads over 2", {"tp": 2}))])
