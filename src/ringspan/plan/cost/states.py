@@ -8,7 +8,6 @@ from typing import Final
 
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.names import LayoutName
-from ringspan.core.recurrence.spans import places_of
 from ringspan.core.recurrence.traffic import Sent, halo_messages, state_messages
 from ringspan.core.schedule.timing import Pass, Speeds
 from ringspan.plan.model.kinds import LayerKind
@@ -37,8 +36,8 @@ def state_bytes(layout: Layout, kind: LayerKind, number_bytes: int) -> list[int]
 
 
 def span_states(layout: LayoutName, length: int, ranks: int) -> int:
-    """Count a rank's spans, each of which keeps the state that it takes, and its map."""
-    return len(places_of(Layout(layout, length, ranks))) // ranks if ranks > 1 else 0
+    """Count the first rank's spans (no rank has more): each keeps the state that it takes, its map and its halo."""
+    return len(Layout(layout, length, ranks).spans(0)) if ranks > 1 else 0
 
 
 def _messages(layout: Layout, kind: LayerKind, number_bytes: int, *, reverse: bool) -> list[tuple[Sent, int]]:
