@@ -80,7 +80,7 @@ CHOOSING = [*enumerate(INDEXED, 1)]  # of fewer keys than there are
 APART = [KINDS[12], CHOOSING[5]]
 # Documents that start and end anywhere, among them ones that are shorter than a convolution and whole spans.
 SHORT = [[2, 2, 27], [5, 26], [31], [30, 1]]
-UNPOOLED = [*[[*[2] * 15, 1]] * 3, [*[2] * 8, 15]]  # the first of two ranks has no entry to norm
+UNPOOLED = [[*[2] * 15, 1], [*[2] * 8, 15]]  # the first of two ranks has no entry to norm
 PACKED = [[7, 1, 2, 14, 3, 12], [39]], [[20, 19], [20, 19]], [[1, 38], [36, 3]]
 
 
