@@ -236,9 +236,9 @@ def _prepare_layers(parts: Parts, config: StepConfig) -> None:
         record_routers(decoder, parts.router)
     checkpoint_layers(view, config.checkpoint, config.offload, config.layers_per_checkpoint)
     hook_stateful(view.stateful.values())
+    chunk_rotary_tables(decoder)
     if config.compile is False:
         carry_passes([*view.layers.values()], keeps=bool(view.stateful) and config.checkpoint == "attention")
-    chunk_rotary_tables(decoder)
     sum_embedding_gradients(decoder)
 
 

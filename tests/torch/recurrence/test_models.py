@@ -172,6 +172,22 @@ def test_replicas_accumulation_and_checkpoints(pool, kind, ranks, replicate, opt
         assert worst(found, expected) < 1e-9
 
 
+def two_at_once(mesh: Any) -> Any:
+    """Gradients of a pass after which a shorter batch had one, then backward passes of both."""
+    model = rs.parallelize(build("deepseek_v4", torch.float64), mesh)
+    parts = [rs.shard_batch({"input_ids": ids, "labels": ids}, mesh) for ids in (batch_of(1, 37), batch_of(1, 9))]
+    loss = torch.stack([model(**part).loss for part in parts]).sum()
+    loss.backward()
+    return loss.detach(), whole_gradients(model)
+
+
+def test_a_shorter_pass_before_backward_changes_no_recomputation(pool):
+    (one, first), (other, second) = (one_process("deepseek_v4", torch.float64, batch_of(1, n)) for n in (37, 9))
+    total = {name: None if g is None else g + second[name] for name, g in first.items()}
+    for found in pool.run(two_at_once, 2):
+        assert worst(found, (one + other, total)) < 1e-9
+
+
 def without_an_index(mesh: Any, kind: str, *args: Any) -> Any:
     def never(*_: object) -> None:
         raise AssertionError("a choice among keys that are all attended to")

@@ -114,16 +114,22 @@ def passing(sequences: SequencePass | None) -> Iterator[None]:
         _current.reset(token)
 
 
-def carried(checkpoint: Callable[..., Any], *, keeps: bool) -> Callable[..., Any]:
-    """Wrap a checkpoint function so that recomputation belongs to its original pass; ``keeps``: reuse states."""
+def carried(checkpoint: Callable[..., Any], *, keeps: bool, tables: Iterable[Any] = ()) -> Callable[..., Any]:
+    """Wrap a checkpoint function so that recomputation belongs to its original pass; ``keeps``: reuse states.
+
+    ``tables``: rotary modules of the layer, which go by the length of the pass.
+    """
 
     def checkpoint_in_pass(function: Callable[..., Any], *args: object) -> object:
         now = current_pass()
         if now is None:
             return checkpoint(function, *args)
         sequences = replace(now, record=Record() if keeps else None)
+        lengths = [module.rotary_length for module in tables]
 
         def in_pass(*args: object) -> object:
+            for module, length in zip(tables, lengths, strict=True):
+                module.rotary_length = length
             if sequences.record is not None:
                 sequences.record.begin()
             with passing(sequences):
@@ -137,4 +143,5 @@ def carried(checkpoint: Callable[..., Any], *, keeps: bool) -> Callable[..., Any
 def carry_passes(layers: Iterable[Any], *, keeps: bool) -> None:
     for layer in layers:
         if getattr(layer, "gradient_checkpointing", False):
-            layer._gradient_checkpointing_func = carried(layer._gradient_checkpointing_func, keeps=keeps)
+            tables = [module for module in layer.modules() if hasattr(module, "rotary_length")]
+            layer._gradient_checkpointing_func = carried(layer._gradient_checkpointing_func, keeps=keeps, tables=tables)
