@@ -113,8 +113,10 @@ def test_the_page_works_in_a_browser(tmp_path, results, texts, pointed, curves):
         opened.goto(page.as_uri())
         seen = opened.evaluate(SEEN)
         skipped = opened.get_by_text("Skipped: 65,536 tokens, the model has 8,192 positions.").count()
+        seeds = opened.get_by_text(", seed 3").count()
         browser.close()
 
+    assert seeds == (0 if results is LOSSES else len(results))  # documents are not drawn
     assert said == [] and seen["hidden"] == 0
     assert texts | {"base", "tuned"} <= set(seen["texts"])
     assert len(set(seen["curves"])) == curves

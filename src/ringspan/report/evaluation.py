@@ -20,11 +20,14 @@ _CELL, _LEFT = (62.0, 30.0), 76.0
 _DARK_FROM = 0.7
 
 
-def short_names(results: Sequence[Result]) -> list[str]:
-    """Return the last part of the models' names, or whole names if these collide."""
-    names = [str(result["model"]) for result in results]
+def short_names(names: Sequence[str]) -> list[str]:
+    """Return the last part of each name, or whole names if these collide."""
     last = [name.rstrip("/").rpartition("/")[2] or name for name in names]
-    return last if len(set(last)) == len(last) else names
+    return last if len(set(last)) == len(last) else [*names]
+
+
+def _names(results: Sequence[Result]) -> list[str]:
+    return short_names([str(result["model"]) for result in results])
 
 
 def write_page(results: Sequence[dict[str, Any]], path: Path, line: str, about: str = "") -> None:
@@ -34,7 +37,7 @@ def write_page(results: Sequence[dict[str, Any]], path: Path, line: str, about: 
         "Point at a cell for its 95% interval." if is_map else "Bands are 95% intervals. Point at a curve for values."
     )
     figure = element("figure", drawn(picture, results), element("figcaption", said), class_="map")
-    tables = (_section(name, result) for name, result in zip(short_names(results), results, strict=True))
+    tables = (_section(name, result) for name, result in zip(_names(results), results, strict=True))
     lead = element("p", escape(about), class_="lead task")
     style = ".map svg { max-width: 640px } .task { max-width: 60rem }"
     title = f"ringspan eval {results[0]['task']}"
@@ -44,9 +47,8 @@ def write_page(results: Sequence[dict[str, Any]], path: Path, line: str, about: 
 def _section(name: str, result: dict[str, Any]) -> str:
     heads, rows = cells(result["rows"])
     skipped = (f"Skipped: {each['length']:,} tokens, {each['why']}." for each in result["skipped"])
-    where, *notes = (
-        element("p", escape(each), class_="soft") for each in (f"{result['model']}, seed {result['seed']}", *skipped)
-    )
+    drawn_by = f", seed {result['seed']}" if result["task"] != "perplexity" else ""  # whose documents are not drawn
+    where, *notes = (element("p", escape(each), class_="soft") for each in (f"{result['model']}{drawn_by}", *skipped))
     return section(name, where, table(rows, heads, class_="numbers"), *notes, name=f"model-{name}")
 
 
@@ -94,7 +96,7 @@ def save_picture(results: Sequence[Result], path: Path) -> None:
 
 def curves(results: Sequence[Result], name: str, x_label: str, y_label: str, unit: str = "tokens") -> "Figure":
     """Draw a curve per model over lengths (logarithmic), with its 95% interval, and values on hover."""
-    names = short_names(results)
+    names = _names(results)
     left, top, right, bottom = 66.0, 16.0, 420.0, 250.0
     legend = bottom + 58
     spoken = "; ".join(
@@ -142,7 +144,7 @@ def curves(results: Sequence[Result], name: str, x_label: str, y_label: str, uni
 
 def maps(results: Sequence[Result]) -> "Figure":
     """Draw a map per model: a column per length, a row per depth, accuracy as colour and number."""
-    names = short_names(results)
+    names = _names(results)
     rows = [row for result in results for row in result["rows"]]
     lengths, depths = sorted({row["length"] for row in rows}), sorted({row["depth"] for row in rows})
     wide, high = _CELL

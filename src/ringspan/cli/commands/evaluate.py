@@ -191,20 +191,18 @@ def _evaluate(
     if nproc is not None:
         for settings in every:
             settings.generating().check_ranks(nproc)
+    from ringspan.report.evaluation import save_picture, short_names, write_page
+
     results: list[Any]
     local = [replace(settings, folder=local_folder(settings.folder)) for settings in every]
-    results, is_first = run(local, str(out.absolute()), nproc)
+    results, is_first = run(local, str(out.absolute()), nproc, short_names(models))
     if not is_first:
         return
     for result, model in zip(results, models, strict=True):
         result["model"] = model
     if picture is not None:
-        from ringspan.report.evaluation import save_picture
-
         save_picture(results, picture)
     if page is not None:
-        from ringspan.report.evaluation import write_page
-
         about = perplexity.__doc__ if task == PERPLEXITY else TASKS[task].about
         write_page(results, page, shlex.join(["ringspan", *sys.argv[1:]]), about or "")
     if as_json:
@@ -222,19 +220,20 @@ def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
     return {**results[0], **own, "rows": rows, "skipped": skipped}
 
 
-def run(every: list[EvalSettings], out: str, nproc: int | None) -> tuple[list[dict[str, Any]], bool]:
-    def arguments() -> tuple[list[EvalSettings], str]:
+def run(every: list[EvalSettings], out: str, nproc: int | None, names: list[str]) -> tuple[list[dict[str, Any]], bool]:
+    def arguments() -> tuple[list[EvalSettings], str, list[str]]:
         from ringspan.generate.folder import load_config, load_tokenizer
 
         for settings in every:
             load_tokenizer(settings.folder, load_config(settings.generating()))
-        return every, out
+        return every, out, names
 
     check = every[0].generating().check_ranks
     return on_ranks(evaluate_ranks, arguments, nproc, check, forks=("ringspan.evaluate.runner",))
 
 
-def evaluate_ranks(every: list[EvalSettings], out: str) -> list[dict[str, Any]]:
+def evaluate_ranks(every: list[EvalSettings], out: str, names: list[str] | None = None) -> list[dict[str, Any]]:
+    """Evaluate models, each shown by its name, or else its folder."""
     import torch.distributed as dist
 
     from ringspan.evaluate.runner import EvalObserver, evaluate_rank, plans
@@ -243,21 +242,20 @@ def evaluate_ranks(every: list[EvalSettings], out: str) -> list[dict[str, Any]]:
     results = []
     with console(stderr=True).status("reading the texts") if dist.get_rank() == 0 else nullcontext():
         found = plans(every)
-    for settings, planned in zip(every, found, strict=True):
-        shown = _watched(settings) if dist.get_rank() == 0 else nullcontext(EvalObserver())
+    for settings, planned, name in zip(every, found, names or [each.folder for each in every], strict=True):
+        shown = _watched(name) if dist.get_rank() == 0 else nullcontext(EvalObserver())
         with shown as observer:
             results.append(evaluate_rank(settings, planned, out, observer))
     return results
 
 
 @contextmanager
-def _watched(settings: EvalSettings) -> "Iterator[EvalObserver]":
+def _watched(name: str) -> "Iterator[EvalObserver]":
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
     from ringspan.evaluate.runner import EvalObserver
 
     out = console(stderr=True)
-    name = Path(settings.folder).name
     if not out.is_terminal:
 
         def did(done: int, total: int, what: str) -> None:

@@ -19,8 +19,10 @@ EPILOG = (
 
 def command(
     run: Annotated[Path, typer.Argument(help="Folder of the run; with --merge, of an adapter.")],
-    step: Annotated[str, typer.Argument(help="Step of a checkpoint, or latest; left out with --merge.")],
-    folder: Annotated[Path | None, typer.Argument(help="Folder to create.", show_default=False)] = None,
+    step: Annotated[str, typer.Argument(help="Step of a checkpoint, or latest; with --merge, the folder to create.")],
+    folder: Annotated[
+        Path | None, typer.Argument(help="Folder to create; left out with --merge.", show_default=False)
+    ] = None,
     merge: Annotated[bool, typer.Option("--merge", help="Merge an adapter into its base model, in memory.")] = False,
     max_shard_size: Annotated[str, typer.Option(help="Largest file, such as 2GB.")] = "5GB",
     as_json: AsJson = False,
