@@ -23,6 +23,7 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.torch.attention.handler import Results, handling
 from ringspan.torch.layers.modules import autocast_now, hidden_of
 from ringspan.torch.memory.offload import Store
+from ringspan.torch.memory.sharding import is_whole
 
 
 class Segments:
@@ -145,6 +146,8 @@ class _Segment:
 def _gathered(layer: nn.Module, coming: nn.Module | None, *, stays: bool) -> Iterator[None]:
     """Gather a layer's parameters while active, prefetch the next one's; keep them if it ``stays``."""
     if isinstance(layer, FSDPModule):
+        # FSDP keeps a layer whole, and does not gather it again, whose input has no gradient to end its backward pass.
+        stays |= is_whole(layer)
         layer.unshard()
         # Gathered while this layer computes, as FSDP does in an ordinary forward pass.
         if isinstance(coming, FSDPModule):

@@ -7,6 +7,7 @@ weight by weight; here they become one module in all of them, with its own group
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
@@ -120,8 +121,7 @@ def settle(model: FSDPModule) -> None:
     elif state._training_state.name == "IDLE":  # not during forward either
         written = _written_copies(model)
         for group in _groups_of(model):  # layers too, where a user has them stay whole (set_reshard_after_backward)
-            if group.is_unsharded:
-                group.reshard()
+            group.reshard()
         if written:
             raise UnsupportedError(
                 f"{written[0]} was changed between a forward pass and its backward pass, when it was a copy of its "
@@ -231,6 +231,10 @@ def sharded_after_layers(model: nn.Module) -> Iterator[None]:
             hook.remove()
 
 
+def is_whole(module: FSDPModule) -> bool:
+    return any(group.is_unsharded for group in _groups_in(module))
+
+
 def gathered_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the gathered copies of parameters, which no optimizer may be given."""
     parameters = [parameter for group in _groups_of(model) for parameter in group.fsdp_params]
@@ -309,27 +313,20 @@ def find_shared_blocks(model: nn.Module) -> list[SharedBlock]:
 
 def join_shared_blocks(model: nn.Module) -> list[nn.Module]:
     """Put the first of equal blocks into all their layers, in place; return each once."""
-    blocks: dict[int, nn.Module] = {}
-    for block in find_shared_blocks(model):
+    blocks = find_shared_blocks(model)
+    for block in blocks:
         model.get_submodule(block.layer).set_submodule(block.place, block.first)
-        blocks[id(block.first)] = block.first
-    return list(blocks.values())
+    return list(dict.fromkeys(block.first for block in blocks))
 
 
 def _block_around(name: str, layer: nn.Module, other: nn.Module) -> str | None:
-    place = ""
-    for part in name.split(".")[:-1]:
-        place = f"{place}.{part}" if place else part
-        if _are_alike(layer, other, place):
-            return place
-    return None
+    places = accumulate(name.split(".")[:-1], "{}.{}".format)
+    return next((place for place in places if _are_alike(layer, other, place)), None)
 
 
 def _are_alike(layer: nn.Module, other: nn.Module, place: str) -> bool:
-    mine = layer.get_submodule(place)
-    try:
-        theirs = other.get_submodule(place)
-    except AttributeError:
+    mine, theirs = layer.get_submodule(place), dict(other.named_modules(remove_duplicate=False)).get(place)
+    if theirs is None:
         return False
     weights = [{name: id(p) for name, p in block.named_parameters()} for block in (mine, theirs)]
     kinds = [[_kind_of(path, module) for path, module in block.named_modules()] for block in (mine, theirs)]
