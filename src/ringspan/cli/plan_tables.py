@@ -119,9 +119,9 @@ def _fits(out: Console, need: str, *, fits: bool) -> None:
 
 
 def _asked(out: Console, question: Question | TextQuestion, work: str) -> None:
-    shape, title = question.shape, question.device.title
-    parameters = f"{shape.parameters / 1e9:.3g}B parameters"
-    paragraph(out, f"asked: {shape.name} ({parameters}), {work}, on {question.devices:,} x {title}")
+    billions, title = question.shape.parameters / 1e9, question.device.title
+    parameters = f"{billions:.3g}B parameters" if billions > 0.1 else f"{1e3 * billions:.3g}M parameters"
+    paragraph(out, f"asked: {question.shape.name} ({parameters}), {work}, on {question.devices:,} x {title}")
 
 
 def _settings(answer: Plan, result: dict[str, Any], mesh: str) -> Iterator[tuple[str, str]]:
