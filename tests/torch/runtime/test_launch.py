@@ -58,10 +58,8 @@ def kill_the_last():
     dist.barrier()
 
 
-def test_a_killed_rank_is_named_and_not_the_ones_that_missed_it():
-    with pytest.raises(RankLost, match="rank 1 failed: killed by SIGKILL") as raised:
-        launch(kill_the_last, 2)
-    assert raised.value.code == EXIT_PEER_LOST
+def end_the_last():
+    os._exit(5) if dist.get_rank() == 1 else time.sleep(60)
 
 
 def test_results_come_by_rank():
@@ -110,19 +108,22 @@ def test_thrifty_ranks_give_memory_back(monkeypatch):
     [
         (refuse_on_the_last, rs.ConfigError, "this value will not do", False),
         (fail_on_the_first, RuntimeError, "rank 0 failed", True),
+        (kill_the_last, RankLost, "rank 1 failed: killed by SIGKILL", False),
+        (end_the_last, RuntimeError, r"rank 1 failed \(exit code 5\): see its output", False),
     ],
 )
-def test_a_failure_names_its_rank_and_logs_a_traceback(caplog, function, raised, message, traceback):
+def test_a_failure_names_its_rank_and_logs_the_traceback_of_an_exception(caplog, function, raised, message, traceback):
     for name in _LOGGERS:
         logging.getLogger(name).addHandler(caplog.handler)
     try:
-        with pytest.raises(raised, match=message):
+        with pytest.raises(raised, match=message) as caught:
             launch(function, 2)
     finally:
         for name in _LOGGERS:
             logging.getLogger(name).removeHandler(caplog.handler)
+    assert raised is not RankLost or caught.value.code == EXIT_PEER_LOST
     logged = [record for record in caplog.records if record.name in _LOGGERS]
-    assert any(record.exc_info for record in logged) is bool(logged) is traceback
+    assert all(record.exc_info for record in logged) and bool(logged) is traceback
     assert not any(logging.getLogger(name).filters for name in _LOGGERS)
 
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.multiprocessing import ProcessExitedException
 
 from ringspan.core import errors
 from ringspan.core.errors import EXIT_PEER_LOST, EXIT_STALLED, ConfigError, RankLost, RingspanError
@@ -209,13 +210,14 @@ def _forwarding(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def _without_refusals(folder: Path) -> Iterator[None]:
-    """Hide refusals and ordered ends from torch's log of failures; the caller reports them."""
+    """Leave only tracebacks of failed ranks in torch's log; the caller reports refusals, deaths and ordered ends."""
     is_told_to_stop = False
 
     def is_failure(record: logging.LogRecord) -> bool:
         nonlocal is_told_to_stop
         is_told_to_stop |= "death signal" in record.getMessage()  # the first that elastic says of it
-        return not is_told_to_stop and _refusal(folder) is None and not (folder / _STOP).exists()
+        is_raised = record.exc_info is not None and not isinstance(record.exc_info[1], ProcessExitedException)
+        return is_raised and not (is_told_to_stop or _refusal(folder) or (folder / _STOP).exists())
 
     for name in _LOGGERS:
         logging.getLogger(name).addFilter(is_failure)
@@ -231,6 +233,9 @@ def _work(function: Callable[..., Any], folder: str, threads: int, args: tuple[A
         sys.exit(130)
     if refused := _refusal(Path(folder)):  # in the attempt before this one: it would be refused again
         raise refused
+    attempt, rank = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), int(os.environ["RANK"])
+    if attempt != "0" and rank == 0:
+        print(f"ringspan: a rank ended early; restart {attempt} of all ranks", file=sys.stderr, flush=True)
     # Without a traceback a rank, for the launcher says it once; not by a handler, which runs after what it interrupts.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     settle()
@@ -240,12 +245,10 @@ def _work(function: Callable[..., Any], folder: str, threads: int, args: tuple[A
         return function(*args)
     except Exception as error:
         if refused := refusal(error):
-            rank = os.environ["RANK"]
             Path(folder, f"refusal-{rank}.json").write_text(json.dumps([type(refused).__name__, str(refused)]))
             drop_output()
             raise
         # Before the group is torn down, which makes the other ranks fail too; elastic may then hear of them only.
-        attempt, rank = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), int(os.environ["RANK"])
         record = [time.monotonic(), rank, f"{type(error).__name__}: {error}"]
         Path(folder, f"failure-{attempt}-{rank}.json").write_text(json.dumps(record))
         time.sleep(2 * _POLL_SECONDS)  # if this is because another rank was killed, let that be seen first
@@ -277,6 +280,5 @@ def _failure(folder: Path, failure: ChildFailedError) -> RuntimeError:
         line = "a rank died or was not heard from any more, and the others ended with it; the watchdog's line names it"
         return RankLost(line, code)
     rank, first = failure.get_first_failure()
-    reason = first.message if isinstance(first.message, str) else first.message.get("message", "")
-    line = reason.splitlines()[0] if reason else "no message"
+    line = "see its output" if isinstance(first.message, str) else first.message["message"].splitlines()[0]
     return RuntimeError(f"rank {rank} failed (exit code {first.exitcode}): {line}")
