@@ -49,7 +49,7 @@ def test_the_peak_is_that_of_the_trace(kind, options):
 
 def test_another_rank_of_the_same_mesh_has_groups_of_its_own():
     """DTensor remembers what it worked out by the mesh, and one mesh is like the other to it."""
-    config, setting = models.config("llama", **SIZES), Setting(length=64, ring=2, tp=2, on_gpu=False)
+    config, setting = models.config("llama", **SIZES), Setting(length=64, ring=2, tp=2, route="ulysses", on_gpu=False)
     trace(config, setting, 0)
     assert rehearse(config, setting, 2, bandwidth=1e9).rank == 2
 

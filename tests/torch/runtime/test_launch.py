@@ -112,15 +112,11 @@ def test_thrifty_ranks_give_memory_back(monkeypatch):
         (end_the_last, RuntimeError, r"rank 1 failed \(exit code 5\): see its output", False),
     ],
 )
-def test_a_failure_names_its_rank_and_logs_the_traceback_of_an_exception(caplog, function, raised, message, traceback):
+def test_a_failure_names_its_rank_and_logs_its_traceback(caplog, monkeypatch, function, raised, message, traceback):
     for name in _LOGGERS:
-        logging.getLogger(name).addHandler(caplog.handler)
-    try:
-        with pytest.raises(raised, match=message) as caught:
-            launch(function, 2)
-    finally:
-        for name in _LOGGERS:
-            logging.getLogger(name).removeHandler(caplog.handler)
+        monkeypatch.setattr(logging.getLogger(name), "handlers", [caplog.handler])
+    with pytest.raises(raised, match=message) as caught:
+        launch(function, 2)
     assert raised is not RankLost or caught.value.code == EXIT_PEER_LOST
     logged = [record for record in caplog.records if record.name in _LOGGERS]
     assert all(record.exc_info for record in logged) and bool(logged) is traceback

@@ -249,7 +249,7 @@ def _work(function: Callable[..., Any], folder: str, threads: int, args: tuple[A
             drop_output()
             raise
         # Before the group is torn down, which makes the other ranks fail too; elastic may then hear of them only.
-        record = [time.monotonic(), rank, f"{type(error).__name__}: {error}"]
+        record = [-int(attempt), time.monotonic(), rank, f"{type(error).__name__}: {error}"]
         Path(folder, f"failure-{attempt}-{rank}.json").write_text(json.dumps(record))
         time.sleep(2 * _POLL_SECONDS)  # if this is because another rank was killed, let that be seen first
         raise
@@ -271,10 +271,8 @@ def _failure(folder: Path, failure: ChildFailedError) -> RuntimeError:
     for rank, one in sorted(failure.failures.items()):
         if one.exitcode < 0 and one.exitcode != -signal.SIGTERM:  # SIGTERM is how elastic ends the others
             return RankLost(f"rank {rank} failed: killed by {signal.Signals(-one.exitcode).name}; see its output", code)
-    attempts = sorted((path.name.split("-")[1] for path in folder.glob("failure-*.json")), key=int)
-    if attempts:
-        last = folder.glob(f"failure-{attempts[-1]}-*.json")
-        _, rank, reason = min(json.loads(path.read_text()) for path in last)
+    if failures := [json.loads(path.read_text()) for path in folder.glob("failure-*.json")]:
+        *_, rank, reason = min(failures)  # the first of the last attempt
         return RuntimeError(f"rank {rank} failed: {reason.splitlines()[0]}")
     if code in codes:
         line = "a rank died or was not heard from any more, and the others ended with it; the watchdog's line names it"
