@@ -64,9 +64,11 @@ class Resting:
                 self._is_awake |= dict.fromkeys(resting, False)
                 layer.register_forward_pre_hook(partial(self._watch, resting))
 
-    def _watch(self, resting: list[Any], layer: nn.Module, args: tuple[Tensor, ...]) -> None:
-        if args[0].requires_grad:  # its gradient comes last of the layer's, just before FSDP sums those of weights
-            args[0].register_hook(lambda _: self._fill(resting))
+    def _watch(self, resting: list[Any], layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if torch.is_grad_enabled() and any(parameter.sharded_param.requires_grad for parameter in resting):
+            args = (args[0] if args[0].requires_grad else args[0].detach().requires_grad_(), *args[1:])
+            args[0].register_hook(lambda _: self._fill(resting))  # the layer's last, just before FSDP sums weights'
+        return args
 
     def _fill(self, resting: list[Any]) -> None:
         for parameter in resting:
@@ -159,8 +161,7 @@ def _written_copies(model: FSDPModule) -> list[str]:
 
 
 def _whole_parameters(model: FSDPModule) -> list[Any]:
-    groups = [group for group in _groups_of(model) if group.is_unsharded]
-    return [parameter for group in groups for parameter in group.fsdp_params]
+    return [parameter for group in _groups_of(model) if group.is_unsharded for parameter in group.fsdp_params]
 
 
 def _state_of(module: FSDPModule) -> Any:
@@ -237,7 +238,7 @@ def is_whole(module: FSDPModule) -> bool:
 
 def gathered_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the gathered copies of parameters, which no optimizer may be given."""
-    parameters = [parameter for group in _groups_of(model) for parameter in group.fsdp_params]
+    parameters = (parameter for group in _groups_of(model) for parameter in group.fsdp_params)
     return [parameter._unsharded_param for parameter in parameters if hasattr(parameter, "_unsharded_param")]
 
 
@@ -268,9 +269,8 @@ def renew_types(model: FSDPModule) -> None:
 
 
 def _groups_of(model: Any) -> list[Any]:
-    states = _state_of(model)._state_ctx.all_states
-    if not states:  # before the first pass, which makes them one context
-        states = [_state_of(module) for module in model.modules() if isinstance(module, FSDPModule)]
+    known = _state_of(model)._state_ctx.all_states  # none before the first pass, which makes them one context
+    states = known or [_state_of(module) for module in model.modules() if isinstance(module, FSDPModule)]
     return [group for state in states for group in _groups_of_state(state)]
 
 
