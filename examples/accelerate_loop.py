@@ -1,6 +1,6 @@
-"""A loop of accelerate's on a ring: the accelerator is made by ``ring_accelerator``, and nothing else changes.
+"""An accelerate loop on a ring: only the line that creates the accelerator, with ``ring_accelerator``, changes.
 
-    accelerate launch --num_processes 4 examples/accelerate_loop.py
+    accelerate launch --multi_gpu --num_processes 4 examples/accelerate_loop.py
 
 It makes its own model and data.
 """

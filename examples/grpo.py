@@ -4,8 +4,8 @@
     torchrun --nproc-per-node 4 examples/grpo.py            # a ring of four
     torchrun --nproc-per-node 4 examples/grpo.py --replicate 2 --model Qwen/Qwen3-0.6B --max-new 8192
 
-Without ``--model`` it trains a tiny one, which is to answer with the number that it was given, as often as it can. The
-ring makes the completions too, so that they are drawn from the very numbers that training computes.
+Without ``--model`` it trains a tiny one, rewarded for repeating the number in its prompt. The ring also
+generates the completions, from the same weights and arithmetic that training uses.
 """
 
 import argparse
