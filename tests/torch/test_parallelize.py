@@ -105,6 +105,7 @@ CASES = [
     ("gpt2", 2, 1, "zigzag", 37, 2, 1, {}),
     ("gemma3", 2, 1, "zigzag", 37, 1, 1, {"layers_per_checkpoint": 2}),
     ("gemma4_text", 2, 1, "striped", 37, 1, 1, {"checkpoint": "full", "documents": [[17, 20]]}),
+    ("gemma3n_text", 2, 1, "zigzag", 37, 1, 1, {"documents": [[10, 27]]}),  # whose pad token is a zero vector
     ("llama", 2, 2, "striped", 30, 2, 1, {"documents": [[9, 21], [30], [3, 3, 24], [3, 3, 24]]}),
     ("gpt_oss", 4, 1, "zigzag", 41, 1, 1, {"route": "ulysses:2"}),
     ("gpt_oss", 3, 1, "zigzag", 41, 1, 1, {"route": "pass-q"}),

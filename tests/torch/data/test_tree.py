@@ -174,6 +174,8 @@ def shared(one: list[int], other: list[int]) -> int:
 def test_what_is_no_tree_of_a_batch_is_refused(changed, message):
     with pytest.raises(rs.RingspanError, match=message):
         parts(whole_batch(FAMILY) | changed, 2)
+    with pytest.raises(rs.ConfigError, match="unknown prefix_loss 'twice'"):  # of rows too
+        parts({"input_ids": tokens(1, 6)}, 2, prefix_loss="twice")
 
 
 def test_rows_that_cannot_share_are_refused():

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringspan.core.errors import UnsupportedError
+from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.geometry.tree import Tree
-from ringspan.core.names import BatchLayoutName, PrefixLossName
+from ringspan.core.names import PREFIX_LOSS_NAMES, BatchLayoutName, PrefixLossName, find_name
 from ringspan.torch.attention.traced import rows_of
 from ringspan.torch.data.batch_layout import BatchLayout
 from ringspan.torch.data.media import MEDIA, media_of
-from ringspan.torch.data.padding import IGNORED, behind_padding, real_tokens, refuse_targets_of_padding
+from ringspan.torch.data.padding import FILLER, IGNORED, behind_padding, real_tokens, refuse_targets_of_padding
 from ringspan.torch.data.tree import SEGMENTS, shard_segments
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
 from ringspan.torch.transport.digest import digest_integers
@@ -75,6 +75,7 @@ def shard_batch(
         UnsupportedError: keys, masks or positions that cannot be honoured, by name.
     """
     mesh = ring_mesh(mesh)
+    find_name("prefix_loss", prefix_loss, PREFIX_LOSS_NAMES, ConfigError)
     batch = {name: value for name, value in batch.items() if value is not None}
     unknown = sorted(set(batch) - TAKEN)
     if unknown:
@@ -108,7 +109,7 @@ def shard_batch(
         lengths = torch.full((len(tokens), 1), tokens.shape[1])
     split, rank = BatchLayout.of(layout, tokens.shape[1], ring.size(), lengths, folds), ring.get_local_rank()
     local = {
-        "input_ids": split.shard(tokens, rank),
+        "input_ids": split.shard(tokens, rank, value=FILLER),
         "position_ids": positions_of(split, rank, counted, len(tokens)).int(),
     }
     if lengths is not None:
@@ -124,12 +125,8 @@ def shard_batch(
     media = media_of(batch)
     if media is not None:
         digests.append(torch.tensor(media.digest, device=tokens.device))
-    facts = {
-        "sequence_length": torch.tensor(longest),
-        "batch_digest": torch.stack(digests),
-        "layout_digest": split.digest(rank),
-    }
-    return parts | facts | ({} if media is None else {"media": media})
+    parts |= {"sequence_length": torch.tensor(longest), "batch_digest": torch.stack(digests)}
+    return parts | {"layout_digest": split.digest(rank)} | ({} if media is None else {"media": media})
 
 
 def _flattened_lengths(batch: Mapping[str, Any], lengths: Tensor | None, *, has_positions: bool) -> Tensor | None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from ringspan.core.errors import UnsupportedError
 
 IGNORED: Final = -100  # the label of a token without a target, as in transformers and torch
+FILLER: Final = 1  # the token of padding: an embedding of 0 may begin as a zero vector, where lengths have no gradient
 
 
 def marked_tokens(attention_mask: Tensor) -> Tensor:

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.tree import Tree, shared_prefixes
 from ringspan.core.messages.numbers import check_whole
-from ringspan.core.names import PREFIX_LOSS_NAMES, BatchLayoutName, PrefixLossName, find_name
+from ringspan.core.names import BatchLayoutName, PrefixLossName
 from ringspan.torch.data.batch_layout import BatchLayout
-from ringspan.torch.data.padding import IGNORED
+from ringspan.torch.data.padding import FILLER, IGNORED
 from ringspan.torch.transport.digest import digest_integers
 
 SEGMENTS: Final = frozenset({"segment_lengths", "segment_parents"})
@@ -91,7 +91,6 @@ def shard_segments(
     prefix_loss: PrefixLossName,
 ) -> dict[str, Any]:  # fmt: skip
     """Return this rank's part of a batch with ``segment_lengths``, as ``shard_batch`` does."""
-    find_name("prefix_loss", prefix_loss, PREFIX_LOSS_NAMES, ConfigError)
     if unknown := sorted(set(batch) - _TAKEN):
         raise UnsupportedError(
             f"a tree of segments takes {', '.join(sorted(_TAKEN))}, and no {', '.join(unknown)}; leave it out"
@@ -140,7 +139,7 @@ def shard_tree(
     split, rank = BatchLayout.of(layout, tokens.shape[1], ring.size(), lengths), ring.get_local_rank()
     own = split.positions(rank)
     local = {
-        "input_ids": split.shard(tokens, rank),
+        "input_ids": split.shard(tokens, rank, value=FILLER),
         "position_ids": torch.from_numpy(tree.positions(split.shared.padded_length)).int()[own],
         "document_lengths": lengths,
         # A token counts as often for routers as separate rows would have it.
