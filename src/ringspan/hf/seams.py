@@ -100,7 +100,9 @@ def moved() -> list[str]:
     found: list[str] = []
     for place, methods in OVERRIDDEN.items():
         owner = _find(place)
-        for name, parameters in methods.items() if owner is not None else ():
+        if owner is None:
+            continue
+        for name, parameters in methods.items():
             method = getattr(owner, name, None)
             if method is None or list(inspect.signature(method).parameters)[1:] != parameters:
                 found.append(f"{place}.{name}")

@@ -144,8 +144,8 @@ KINDS = ["llama", "mixtral", "deepseek_v3", "gpt_oss", "gemma3_text", "gemma4_te
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_keeps_what_is_planned(pool, kind):
     shape = from_config(models.config(kind).to_dict(), kind)
-    alike = [("none", 0), ("full", 128)] if kind == "llama" else []  # whole norms, and inputs of layers, in any kind
-    for policy, norms in (("none", 128), ("attention", 128), *alike):
+    others = [("none", 0), ("full", 128)] if kind == "llama" else []  # neither depends on the kind
+    for policy, norms in (("none", 128), ("attention", 128), *others):
         setting = Setting(length=1024, ring=2, checkpoint=policy, norm_chunk_tokens=norms, on_gpu=False)
         planned = [held_bytes(shape, setting) + 4 * setting.tokens] * 2  # with int32 positions, while the decoder runs
         assert pool.run(held, 2, kind, setting) == pytest.approx(planned, rel=1e-3)

@@ -172,7 +172,7 @@ def test_an_index_chooses_in_shares_as_in_float64_on_one_process(pool, kind, ran
 
 
 def kept(mesh: DeviceMesh, kind: str) -> tuple[int, int]:
-    """What a cache of 400 tokens is said to take of a rank, and the bytes of what it keeps."""
+    """Return the bytes planned per rank for a cache of 400 tokens, and those of the rows that it stores."""
     model: Any = rs.parallelize(tiny_model(kind).eval(), mesh)
     ids, cache = tiny_tokens(400), model.new_cache()
     said = cache_bytes(model, {"input_ids": ids[:, 1:], "max_new_tokens": 1})

@@ -86,5 +86,6 @@ def _pairs(layout: Layout, mask: Mask, rank: int, index: Index) -> tuple[float, 
         count = partial(scored_and_chosen_causally, spans, layout.length)
     else:
         count = partial(scored_and_chosen, seen_in(mask, layout.length)(layout.positions(rank)))
-    (scored, chosen), (_, near) = count(index.topk, index.size), count(index.window)
+    scored, chosen = count(index.topk, index.size)
+    near = count(index.window)[1] if index.window else 0
     return scored / shares, (index.keys * chosen + near) / shares + index.others * layout.tokens_per_rank

@@ -41,7 +41,7 @@ def saved_per_token(local: ModelShape, setting: Setting, layers: int) -> int:
     if setting.checkpoint == "full":
         passed = ((kind, count) for kind, count in counts.items() if kind.index and kind.index.is_passed)
         return inputs + sum(count * chosen_bytes(kind, setting) for kind, count in passed)
-    # On one rank nothing is exchanged: results of states are computed again there, as those of convolutions always are.
+    # On one rank nothing is exchanged, so results of states are recomputed; results of convolutions always are.
     outs = {kind: a * kind.scan.out for kind in counts if kind.scan and setting.ring > 1}
     return inputs + sum(count * (outs.get(kind, 0) + result_bytes(kind, setting)) for kind, count in counts.items())
 

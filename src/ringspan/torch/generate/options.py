@@ -213,7 +213,7 @@ def _check_padding(config: GenerationConfig, arguments: dict[str, Any], ids: Ten
 
 
 def cache_bytes(model: RingModel, arguments: dict[str, Any]) -> int:
-    """Return the bytes of a rank's share of the cache at the end of a call."""
+    """Return the bytes of the cache per rank at the end of a call."""
     inputs: Any = arguments.get("inputs", arguments.get("input_ids"))
     settings = arguments.get("generation_config") or model.generation_config
     longest = inputs.shape[1] + _num_new_tokens(settings, arguments, inputs.shape[1])

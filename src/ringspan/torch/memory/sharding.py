@@ -321,13 +321,12 @@ def join_shared_blocks(model: nn.Module) -> list[nn.Module]:
 
 def _block_around(name: str, layer: nn.Module, other: nn.Module) -> str | None:
     places = accumulate(name.split(".")[:-1], "{}.{}".format)
-    return next((place for place in places if _are_alike(layer, other, place)), None)
+    theirs = dict(other.named_modules(remove_duplicate=False))
+    alike = (each for each in places if each in theirs and _are_alike(layer.get_submodule(each), theirs[each]))
+    return next(alike, None)
 
 
-def _are_alike(layer: nn.Module, other: nn.Module, place: str) -> bool:
-    mine, theirs = layer.get_submodule(place), dict(other.named_modules(remove_duplicate=False)).get(place)
-    if theirs is None:
-        return False
+def _are_alike(mine: nn.Module, theirs: nn.Module) -> bool:
     weights = [{name: id(p) for name, p in block.named_parameters()} for block in (mine, theirs)]
     kinds = [[_kind_of(path, module) for path, module in block.named_modules()] for block in (mine, theirs)]
     return weights[0] == weights[1] and kinds[0] == kinds[1] and not any(True for _ in mine.buffers())

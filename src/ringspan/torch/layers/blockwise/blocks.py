@@ -163,7 +163,8 @@ class Blockwise:
         whole: Any = super().forward  # pyright: ignore[reportAttributeAccessIssue]
         chunk, recorder = self.chunk_tokens, self.chunk_recorder
         others: list[None] = []
-        if hidden_states.shape[:-1].numel() < max(1, self.chunk_from_tokens):  # none: no block would give zeros
+        # Without a token there is no block, and its weights would have no gradient.
+        if hidden_states.shape[:-1].numel() < max(1, self.chunk_from_tokens):
             return whole(hidden_states, *args, **kwargs)
 
         def run(tokens: Tensor) -> tuple[Tensor, ...]:
