@@ -77,15 +77,14 @@ def number(text: str) -> float:
 def some_settings(settings: ModuleType, seed: int, plain: int, ulysses: int) -> list[tuple[str, str, str, int]]:
     """So many at random without Ulysses, and so many with it."""
     chance = random.Random(seed)
-    kinds: dict[bool, list[Any]] = {False: [], True: []}
-    for setting in settings.settings():
-        kinds[setting[2].startswith("ulysses")].append(setting)
-    return [*chance.sample(kinds[False], plain), *chance.sample(kinds[True], ulysses)]
+    with_ulysses = [each for each in settings.settings() if each[2].startswith("ulysses")]
+    others = [each for each in settings.settings() if each not in with_ulysses]
+    return [*chance.sample(others, plain), *chance.sample(with_ulysses, ulysses)]
 
 
-def test_numbers_are_those_of_core_for_sixty_settings(page: Any, settings: ModuleType):
+def test_numbers_are_those_of_core_for_thirty_settings(page: Any, settings: ModuleType):
     chance = random.Random(2310)
-    for setting in some_settings(settings, 2310, 45, 15):
+    for setting in some_settings(settings, 2310, 20, 10):
         mask_name, layout_name, route_name, ranks = setting
         mask, route = settings.MASKS[mask_name][1], Route.parse(route_name, ranks)
         layout = settings.layout_of(layout_name, mask, ranks)
@@ -97,37 +96,30 @@ def test_numbers_are_those_of_core_for_sixty_settings(page: Any, settings: Modul
         trades = trade(layout, layout, settings.SHAPE, route.ulysses, speeds)
         is_traded = route.ulysses > 1
         rows, totals = shown(page, setting, link, hop + is_traded)
-        where = f"{setting}, link {link}, hop {hop}"
+        print(f"{setting}, link {link}, hop {hop}")  # shown if it fails
         ends: list[float] = []
         for rank, (part, row) in enumerate(zip(parts, rows, strict=True)):
             plan, here = part.schedule, part.schedule.hops[hop]
-            holder = re.match(r"([\d ]+) \((\d+) tokens\)", row[2])
-            assert row[2] == "none" or (
-                holder and tuple(map(int, holder[1].split())) == groups.group_ranks(here.owner)
-            ), where
-            assert number(row[3]) == here.num_pairs, where
-            assert number(row[6]) == plan.num_pairs, where
+            held_by = "none" if row[2] == "none" else tuple(map(int, row[2].split(" (")[0].split()))
+            assert held_by in ("none", groups.group_ranks(here.owner))
+            assert number(row[3]) == here.num_pairs
+            assert number(row[6]) == plan.num_pairs
             sent = sent_bytes(groups, groups, mask, replace(route, ulysses=1), part.shape, [plan.rank])
-            assert number(row[7]) == pytest.approx(sent + sum(each.inter_node_bytes for each in trades), rel=1e-2), (
-                where
-            )
+            assert number(row[7]) == pytest.approx(sent + sum(each.inter_node_bytes for each in trades), rel=1e-2)
             if not plan.passes_queries:  # results that go back are sent as well
                 place = groups.group_ranks(plan.rank).index(rank)
-                assert sorted(
-                    (int(peer), int(count)) for count, peer in re.findall(r"(\d+) to (\d+)", row[4])
-                ) == sorted(
-                    (groups.group_ranks(send.peer)[place], size(send.ranges)) for send in here.all_sends if send.ranges
-                ), where
-            computing = [stretch.stop for stretch in timeline(part, speeds)][-1]
-            ends.append(computing + sum(each.seconds for each in trades))
-            assert number(row[8]) == pytest.approx(ends[-1] - plan.num_pairs / route.ulysses, abs=1), where
+                sends = [(groups.group_ranks(each.peer)[place], size(each.ranges)) for each in here.all_sends]
+                told = [(int(peer), int(count)) for count, peer in re.findall(r"(\d+) to (\d+)", row[4])]
+                assert sorted(told) == sorted(send for send in sends if send[1])
+            ends.append([*timeline(part, speeds)][-1].stop + sum(each.seconds for each in trades))
+            assert number(row[8]) == pytest.approx(ends[-1] - plan.num_pairs / route.ulysses, abs=1)
         pairs = [part.schedule.num_pairs for part in parts]
-        assert totals["busiest rank over the mean"] == f"{max(pairs) / sum(pairs) * ranks:.2f}", where
-        assert number(totals["pairs in all"]) == sum(pairs) / route.ulysses, where
-        assert number(totals["one pass takes"]) == pytest.approx(max(ends), abs=1), where
+        assert totals["busiest rank over the mean"] == f"{max(pairs) / sum(pairs) * ranks:.2f}"
+        assert number(totals["pairs in all"]) == sum(pairs) / route.ulysses
+        assert number(totals["one pass takes"]) == pytest.approx(max(ends), abs=1)
         if is_traded:
             whole = forward_pass(layout, mask, route, settings.SHAPE, speeds)
-            assert number(totals["one pass takes"]) == pytest.approx(whole.seconds, abs=1), where
+            assert number(totals["one pass takes"]) == pytest.approx(whole.seconds, abs=1)
 
 
 def test_each_pair_of_the_mask_is_drawn_once(page: Any, settings: ModuleType):
