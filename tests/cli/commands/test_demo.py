@@ -53,7 +53,7 @@ def test_the_demo_trains_proves_measures_and_reports(monkeypatch, capfd, tmp_pat
     held = {row["ring"]: row["activation_bytes"] for row in result["memory"]}
     assert held[1] / 2 == pytest.approx(held[2], rel=0.03) and held[1] / 4 == pytest.approx(held[4], rel=0.03)
     page = (tmp_path / "demo" / "report.html").read_text()
-    assert "<svg" in page and "one process" in page
+    assert "<svg" in page and "one process" in page and "--length 256 --json" in page
 
     options = DemoOptions(run=str(tmp_path / "folds"), ranks=1, steps=2, length=256, layout="zigzag")
     values = training_config(options).model_dump(exclude_none=True) | {"memory": {"folds": 4}}

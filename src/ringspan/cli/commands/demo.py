@@ -1,6 +1,7 @@
 """``ringspan demo``: the main job in a few minutes, and its report."""
 
 import json
+import shlex
 import shutil
 import sys
 import time
@@ -76,7 +77,7 @@ def command(
         "kv_heads": "num_key_value_heads", "vocabulary": "vocab_size",
     }  # fmt: skip
     result: dict[str, Any] = {
-        "command": "ringspan demo",
+        "command": shlex.join(["ringspan", *sys.argv[1:]]),
         "machine": describe_machine(),
         "model": {"type": settings["model_type"], "parameters": facts["parameters"]}
         | {name: settings[key] for name, key in names.items()},
@@ -126,12 +127,11 @@ def _clear(folder: Path) -> Path:
 
 def _summary(result: dict[str, Any], folder: Path) -> None:
     first, last, proof = result["metrics"][0], result["metrics"][-1], result["proof"]
-    worst = max(proof["gradients"], key=lambda row: row["relative_difference"])
-    errors, share = proof["worst_error"], last["matmul_utilization"]
+    worst, errors = max(proof["gradients"], key=lambda row: row["relative_difference"]), proof["worst_error"]
     rows = [
         ("loss", f"{first['loss']:.3f} -> {last['loss']:.3f} in {last['step']} steps"),
         *(("held-out loss", f"{line['eval_loss']:.3f}") for line in result["evaluation"][-1:]),
-        ("speed", f"{last['tokens_per_second']:,.0f} tokens/s, {share:.0%} of a matrix product's speed"),
+        ("speed", f"{last['tokens_per_second']:,.0f} tokens/s, {last['matmul_utilization']:.0%} of a matmul's speed"),
         ("loss, one process", f"{proof['loss_one_process']:.7f}"),
         (f"loss, ring of {proof['ranks']}", f"{proof['loss_ring']:.7f}"),
         ("difference", f"{proof['loss_relative_difference']:.1e} relative"),
