@@ -109,9 +109,9 @@ class Pool:
             os.truncate(file, 0)
             os.kill(pid, signal.SIGUSR2)
         deadline = time.monotonic() + 5
-        while not all(file.stat().st_size for _, file in alive) and time.monotonic() < deadline:
+        # To the end of what their main threads do, which they write one after the other.
+        while not all(" in _serve\n" in file.read_text() for _, file in alive) and time.monotonic() < deadline:
             time.sleep(0.1)
-        time.sleep(0.1)  # to the end of what they write
         return "\n".join(
             f"rank {rank}: {file.read_text() or 'ended, or in no Python code'}" for rank, file in enumerate(files)
         )

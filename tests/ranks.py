@@ -6,7 +6,6 @@ import os
 import sys
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,13 @@ import torch.distributed as dist
 from ringspan.torch.runtime.forks import serve_forks, settle
 
 
-def ended(folder: Path, function: Callable[..., Any], *args: Any, seconds: float = 600) -> tuple[list[int], list[str]]:
-    """Run ``function(*args)`` on two ranks whose group has this time-out; return exit codes and standard errors."""
+def ended(folder: Path, function: Callable[..., Any], *args: Any) -> tuple[list[int], list[str]]:
+    """Run ``function(*args)`` on two ranks; return exit codes and standard errors."""
     serve_forks(function.__module__, "ringspan.train.loop", "transformers.models.llama.modeling_llama")
     context = multiprocessing.get_context("forkserver")
     logs = [folder / f"rank-{rank}.log" for rank in range(2)]
     ranks = [
-        context.Process(target=_rank, args=(rank, folder / "store", log, seconds, function, args))
+        context.Process(target=_rank, args=(rank, folder / "store", log, function, args))
         for rank, log in enumerate(logs)
     ]
     for process in ranks:
@@ -34,12 +33,11 @@ def ended(folder: Path, function: Callable[..., Any], *args: Any, seconds: float
     return [process.exitcode or 0 for process in ranks], [log.read_text() for log in logs]
 
 
-def _rank(rank: int, store: Path, log: Path, seconds: float, function: Callable[..., Any], args: Any) -> None:
+def _rank(rank: int, store: Path, log: Path, function: Callable[..., Any], args: Any) -> None:
     settle()
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=seconds)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2, timeout=timeout)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     code = 0
     try:
         function(*args)

@@ -8,7 +8,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -61,21 +61,25 @@ def kill(parent: Path, times: int, seed: int = 0) -> Row:
         fault="kill -9 of a random rank",
         promise="survivors end within 1 s, naming rank, step and hop; losses bit-equal; next step within 15 s",
     )
-    generator, steps, seen = random.Random(seed), 20 * times + 40, []
+    generator, steps = random.Random(seed), 20 * times + 40
     expected = uninterrupted(parent, steps).curve()
-    job = Job(parent, "kill", steps=steps, max_restarts=times).start()
-    try:
-        for attempt in range(times):
-            seen.append(kill_rank(job, attempt, row, generator))
-        code = job.wait(600)
-    finally:
-        job.end()
-    named, ends, nexts = zip(*seen, strict=True)
+    job = Job(parent, "kill", steps=steps, max_restarts=times)
+    code, (named, ends, nexts) = _struck(job, times, lambda attempt: kill_rank(job, attempt, row, generator))
     row.figures = {
         "named": sum(named), "survivors_gone_seconds": spread(ends), "next_step_seconds": spread(nexts),
         "exit_code": code, "losses_bit_equal": job.curve() == expected, "steps": steps,
     }  # fmt: skip
     return row
+
+
+def _struck(job: Job, times: int, strike: Callable[[int], Sequence[Any]]) -> tuple[int, Iterator[tuple[Any, ...]]]:
+    """Strike every attempt of a job that restarts itself; return its exit code and what each strike saw."""
+    job.start()
+    try:
+        seen = [strike(attempt) for attempt in range(times)]
+        return job.wait(600), zip(*seen, strict=True)
+    finally:
+        job.end()
 
 
 def kill_rank(job: Job, attempt: int, row: Row, generator: random.Random) -> tuple[bool, float, float]:
@@ -112,23 +116,14 @@ def stop(parent: Path, times: int, seed: int = 0) -> Row:
     row = Row(
         fault="SIGSTOP of a random rank", promise="culprit named by all within the time-out + 1 s; the job goes on"
     )
-    generator, steps, timeout, seen = random.Random(seed), 20 * times + 40, 3.0, []
+    generator, steps, timeout = random.Random(seed), 20 * times + 40, 3.0
     expected = uninterrupted(parent, steps).curve()
-    job = Job(parent, "stop", steps=steps, max_restarts=times, min_seconds=timeout).start()
-    try:
-        for attempt in range(times):
-            seen.append(stop_rank(job, attempt, row, generator, timeout))
-        code = job.wait(600)
-    finally:
-        job.end()
-    named, seconds = zip(*seen, strict=True)
+    job = Job(parent, "stop", steps=steps, max_restarts=times, min_seconds=timeout)
+    code, (named, seconds) = _struck(job, times, lambda attempt: stop_rank(job, attempt, row, generator, timeout))
     row.figures = {
-        "named": sum(named),
-        "named_seconds": spread(seconds),
-        "min_timeout_seconds": timeout,
-        "exit_code": code,
-        "losses_bit_equal": job.curve() == expected,
-    }
+        "named": sum(named), "named_seconds": spread(seconds), "min_timeout_seconds": timeout,
+        "exit_code": code, "losses_bit_equal": job.curve() == expected,
+    }  # fmt: skip
     return row
 
 
@@ -416,12 +411,9 @@ def cut_link(parent: Path, times: int, seed: int = 0) -> Row:
             named_after.append(named)
             row.count(named <= allowed + 1, f"named after {named:.1f} s, time-out {allowed:.1f} s")
     row.figures = {
-        "named_after_seconds": spread(named_after),
-        "timeout_seconds": timeout,
-        "exit_codes": codes,
-        "losses_bit_equal": job.curve() == expected,
-        "steps": steps,
-    }
+        "named_after_seconds": spread(named_after), "timeout_seconds": timeout, "exit_codes": codes,
+        "losses_bit_equal": job.curve() == expected, "steps": steps,
+    }  # fmt: skip
     return row
 
 

