@@ -287,7 +287,7 @@ def converse(model: Session, first: str | None, descriptor: int | None) -> None:
                 raise
             model.observer.refused(str(error))
         else:
-            if not goes_on or model.num_beams > 1:
+            if not goes_on or model.num_beams > 1 or model.model.generation_config.prompt_lookup_num_tokens:
                 cache = model.new_cache()
             conversation.answered(model.answer(conversation.ids, cache).token_ids)
             model.observer.wrote("\n")

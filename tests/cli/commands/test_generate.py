@@ -21,6 +21,7 @@ from tests.surface import check_object
 from tests.train.runs import training_file
 
 BOOK = "Call me Ishmael. Some years ago, never mind how long precisely, I went to sea. "
+QUESTION = "And then?"
 SIZES: dict[str, Any] = tomllib.loads(training_file(Path()))["model"]["config"]
 SIZES |= {"max_position_embeddings": 256, "tie_word_embeddings": False}
 
@@ -104,8 +105,16 @@ def test_under_torchrun_the_first_rank_prints_the_text(folder):
     assert json.loads(done.stdout)["token_ids"] == expected(folder, BOOK)
 
 
+def with_setting(folder, path, **setting):
+    config = shutil.copytree(folder, path) / "generation_config.json"
+    config.write_text(json.dumps({**json.loads(config.read_text()), **setting}))
+    return path
+
+
 @pytest.mark.long
-def test_a_chat_goes_on_from_what_was_said(folder):
+@pytest.mark.parametrize("setting", [{}, {"prompt_lookup_num_tokens": 3}])
+def test_a_chat_goes_on_from_what_was_said(folder, tmp_path, setting):
+    folder = with_setting(folder, tmp_path / "model", **setting)
     options = ("--chat", "--nproc", 2, "--max-new-tokens", 12, "--prefill-tokens", 16)
     out, err = printed(folder, *options, input=f"{BOOK}\n\nAnd then?\n")
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -116,9 +125,6 @@ def test_a_chat_goes_on_from_what_was_said(folder):
         texts += tokenizer.decode(ids[-12:]) + "\n"
     assert out.rstrip("\n") == texts.rstrip("\n")
     assert err.count("> ") == 3
-
-
-QUESTION = "And then?"
 
 
 @pytest.fixture(scope="module")
@@ -137,17 +143,9 @@ def test_a_book_is_read_once(folder, book, ranks):
     assert "read " not in err, "nothing of the book"
 
 
-@pytest.fixture(scope="module")
-def with_beams(folder, tmp_path_factory):
-    path = shutil.copytree(folder, tmp_path_factory.mktemp("beams") / "model")
-    config = json.loads((path / "generation_config.json").read_text())
-    (path / "generation_config.json").write_text(json.dumps({**config, "num_beams": 3}))
-    return path
-
-
-def test_a_cache_of_beams_is_refused(with_beams, tmp_path, monkeypatch, capsys):
-    kept = ("--save-cache", tmp_path / "kept")
-    given = ("generate", with_beams, "--prompt", QUESTION, "--max-new-tokens", "5", *kept)
+def test_a_cache_of_beams_is_refused(folder, tmp_path, monkeypatch, capsys):
+    folder, kept = with_setting(folder, tmp_path / "model", num_beams=3), ("--save-cache", tmp_path / "kept")
+    given = ("generate", folder, "--prompt", QUESTION, "--max-new-tokens", "5", *kept)
     assert "--save-cache: generation_config.json has num_beams = 3" in refusal(monkeypatch, capsys, *given)
 
 

@@ -55,10 +55,6 @@ def sampled(model: Any) -> Any:
     return plain(model, models.prompt(41), do_sample=True, top_p=0.9, temperature=0.8, num_return_sequences=2)
 
 
-def without_cache(model: Any) -> Any:
-    return plain(model, models.prompt(37), use_cache=False)
-
-
 def stop_strings(model: Any) -> Any:
     """Up to what the fifth new token says, where that comes first."""
     tokenizer = byte_tokenizer()
@@ -87,7 +83,7 @@ WAYS = {
     "a short second turn": lambda model: two_turns(model, 40, 3),
     "prompt lookup": lambda model: plain(model, TWICE, prompt_lookup_num_tokens=4, max_new_tokens=8),
     "prefill chunks": lambda model: plain(model, models.prompt(83), prefill_chunk_size=35),
-    "no cache": without_cache,
+    "no cache": lambda model: plain(model, models.prompt(37), use_cache=False),
     "repetition penalty": lambda model: plain(model, models.prompt(41), repetition_penalty=1.3, no_repeat_ngram_size=2),
     "guidance": lambda model: plain(model, models.prompt(41), guidance_scale=1.5),
     "two prompts": lambda model: plain(model, models.prompt(41, batch=2)),
@@ -267,6 +263,9 @@ def refused_with(mesh: DeviceMesh) -> None:
     for options, says in OPTIONS:
         with pytest.raises(ValueError, match=says):
             model.generate(**{"input_ids": models.prompt(33), "max_new_tokens": 2} | options)
+    read: Any = model.generate(models.prompt(33), max_new_tokens=4, return_dict_in_generate=True)
+    with pytest.raises(rs.UnsupportedError, match=r"prompt_lookup_num_tokens .* over a cache that holds 36"):
+        model.generate(read.sequences, past_key_values=read.past_key_values, prompt_lookup_num_tokens=2)
 
 
 def test_an_option_that_cannot_be_honoured_raises_on_every_rank(pool):

@@ -118,13 +118,13 @@ def _refuse_options(model: RingModel, config: GenerationConfig, arguments: dict[
             f"assistant_early_exit={layers} is not supported on a ring, where no layer is left out; give an "
             "assistant_model, or prompt_lookup_num_tokens"
         )
-    if model.ring_stateful:
+    held = 0 if cache is None or model.ring_is_generating else cache.shares.length
+    if model.ring_stateful or held:
+        why = f"over a cache that holds {held} tokens, all of which transformers would read again"
+        why = f"with {class_name(model)}, from whose states no token is taken back" if model.ring_stateful else why
         for name in ("assistant_model", "prompt_lookup_num_tokens"):
             if _asked(config, arguments, name):
-                raise UnsupportedError(
-                    f"{name} is not supported with {class_name(model)}, from whose states no token is taken back; "
-                    "leave it out"
-                )
+                raise UnsupportedError(f"{name} is not supported {why}; leave it out")
     for name in ("inputs_embeds", "custom_generate", "negative_prompt_ids"):
         if arguments.get(name) is not None:
             raise UnsupportedError(f"generate with {name} is not supported on a ring; give input_ids alone")
