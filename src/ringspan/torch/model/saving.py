@@ -54,27 +54,28 @@ class Saved:
         is_writer = dist.get_rank() == int(self.ring_mesh.mesh.min())
         kwargs["is_main_process"] = is_writer
         with in_call("saving the model"), as_trained(self):
-            if kwargs.get("state_dict") is not None or getattr(self, "_hf_peft_config_loaded", False):
+            is_streamed = kwargs.get("state_dict") is None and not getattr(self, "_hf_peft_config_loaded", False)
+            refuse_saving(self, kwargs, is_streamed=is_streamed)
+            if is_streamed:
+                stream(self, Path(save_directory), save, kwargs, is_writer=is_writer)
+            else:
                 if kwargs.get("state_dict") is None:
                     kwargs["state_dict"] = whole_weights(self)
                 voted(self, "the end of saving the model", lambda: save(save_directory, **kwargs))
-            else:
-                refuse_saving(self, kwargs)
-                stream(self, Path(save_directory), save, kwargs, is_writer=is_writer)
 
 
-def refuse_saving(model: RingModel, options: dict[str, Any]) -> None:
+def refuse_saving(model: RingModel, options: dict[str, Any], *, is_streamed: bool) -> None:
     with meeting(model.ring_mesh, "saving the model") as facts:
         for name, remedy in _NOT_SAVED.items():
             if options.pop(name, False):
                 raise UnsupportedError(f"save_pretrained({name}=True) is not for a model on a ring; {remedy}")
-        if has_packed(model):
+        if is_streamed and has_packed(model):
             raise UnsupportedError(
                 f"{class_name(model)} has packed weights, which training does not change; save its adapter (PEFT's "
                 "save_pretrained), and the model before parallelize"
             )
         given = {name: options.get(name) for name in ("max_shard_size", "variant", "save_original_format")}
-        facts.alike = {**optimizer_facts(model), **given}
+        facts.alike = {**optimizer_facts(model), **given, "without state_dict": is_streamed}
 
 
 def stream(model: RingModel, folder: Path, save: Any, options: dict[str, Any], *, is_writer: bool) -> None:
