@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from ringspan.torch.recurrence.rules import (
     DeltaRule,
@@ -37,10 +38,6 @@ def _normal(generator: torch.Generator, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-def _unit(x: Tensor) -> Tensor:
-    return x / x.norm(dim=-1, keepdim=True)
-
-
 def _decays(generator: torch.Generator, *shape: int) -> Tensor:
     """Logarithms of decays from near 0 to near 1."""
     return -(_normal(generator, *shape) * 3 - 2).exp()
@@ -53,7 +50,7 @@ def inputs(name: str, rows: int, tokens: int, *, seed: int = 0, heads: int = 2, 
         channels = (size,) if name.startswith("kimi") else ()
         return {
             "query": _normal(generator, *shape, size),
-            "key": _unit(_normal(generator, *shape, size)),
+            "key": normalize(_normal(generator, *shape, size), dim=-1),
             "value": _normal(generator, *shape, size + 1),
             "g": _decays(generator, *shape, *channels),
             "beta": _normal(generator, *shape).sigmoid(),

@@ -119,15 +119,11 @@ def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 def _choose(layout: Layout, keys: Layout, mask: Mask, q: Tensor, k: Tensor, v: Tensor, comm_dtype: str) -> str:
     rules = rules_of(q.device)
-    speeds = Speeds(*rules.assumed_speeds, _ranks_per_node(layout.ranks), on_cpu=rules.cuts_for_cores)
+    per_node = min(layout.ranks, int(os.environ.get("LOCAL_WORLD_SIZE", layout.ranks)))  # the whole ring if unknown
+    speeds = Speeds(*rules.assumed_speeds, per_node, on_cpu=rules.cuts_for_cores)
     shape = Shape(len(q), q.shape[1], k.shape[1], k.shape[-1], v.shape[-1], k.dtype.itemsize)
     choice = choose_route(layout, mask, shape, speeds, keys, comm_dtype=comm_dtype)
     if choice not in _logged:
         _logged.add(choice)
         _log.info("%s", choice.reason)
     return choice.route
-
-
-def _ranks_per_node(ranks: int) -> int:
-    """Return the launcher's ranks per node, at most the ring's; the whole ring if unknown."""
-    return min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))

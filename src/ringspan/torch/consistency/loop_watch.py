@@ -90,15 +90,11 @@ def in_call(name: str, *, is_pass: bool = False) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        if _is_of_exchange(error) and dist.is_initialized() and not hasattr(error, "ring_said"):
+        is_of_exchange = isinstance(error, dist.DistError) or "gloo/" in str(error)  # gloo's have no class of their own
+        if is_of_exchange and dist.is_initialized() and not hasattr(error, "ring_said"):
             vars(error)["ring_said"] = True  # of calls inside of calls, the innermost says it
             _say_who_is_missing(name)
         raise
-
-
-def _is_of_exchange(error: RuntimeError) -> bool:
-    """Return True for torch's errors of a lost or late peer; gloo's have no class of their own."""
-    return isinstance(error, dist.DistError) or "gloo/" in str(error)
 
 
 def _say_who_is_missing(call: str) -> None:

@@ -82,7 +82,8 @@ def choose(
     if len(names) == 1:
         return KERNELS[names[0]]
     left_out = {"cpu"} if "cpu" in names and is_slow_at(tiles, q) else set[str]()
-    if len(tiles) <= _FEW and all(map(_is_square, tiles)):
+    are_squares = all(tile.is_full or (tile.is_causal and tile.num_rows == tile.num_keys) for tile in tiles)
+    if len(tiles) <= _FEW and are_squares:
         order = _FOR_SQUARES
         if "cudnn" in names and not _is_planned(tiles, q, is_backward=is_backward):
             left_out.add("cudnn")
@@ -105,7 +106,3 @@ def _is_planned(tiles: tuple[Tile, ...], q: Tensor, *, is_backward: bool) -> boo
         return False
     _planned.update(sizes)
     return True
-
-
-def _is_square(tile: Tile) -> bool:
-    return tile.is_full or (tile.is_causal and tile.num_rows == tile.num_keys)

@@ -8,7 +8,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_iter, tree_map, tree_map_only, tree_unflatten
 
 Region = tuple[slice, ...]
 """Indices of a tensor's part: per dimension a slice with start, stop and step 1."""
@@ -78,7 +78,7 @@ class Deferred(Tensor):
             return func(*tree_map(_whole_of, args))
         # What lies elsewhere would be read from there: everything is computed where the files are.
         kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "pin_memory", "layout")}
-        metas: Any = tree_map(_meta_of, (args, kwargs))
+        metas: Any = tree_map_only(Tensor, lambda x: torch.empty(x.shape, dtype=x.dtype, device="meta"), (args, kwargs))
         results, shape = tree_flatten(func(*metas[0], **metas[1]))
         alone = len(results) == 1 and not isinstance(shape.context, int) and shape.is_leaf()
         return tree_unflatten(
@@ -220,10 +220,6 @@ _VIEWS: Final[dict[Any, Callable[..., Region]]] = {
 def _whole_of(x: object) -> object:
     # Contiguous, as deferred tensors say they are: PyTorch chose the operations by that.
     return whole(x).contiguous() if isinstance(x, Deferred) else x
-
-
-def _meta_of(x: object) -> object:
-    return torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
 
 
 def _are_equal(a: Tensor, b: Tensor) -> bool:
