@@ -49,18 +49,18 @@ def shard_weights(
 
 
 class Resting:
-    """Experts that all tokens of a rank may leave out, as where zero experts do nothing: FSDP sums what all ranks have.
+    """Parts of layers that all tokens of a rank may leave out, and their adapters: FSDP sums what all ranks have.
 
-    Such a rank gives zeros, unless the experts rest on all ranks: then they have no gradient, as on one process.
+    Such a rank gives zeros, unless the part rests on all ranks: then it has no gradient, as on one process.
     """
 
     def __init__(self, layers: Sequence[Any], mesh: DeviceMesh) -> None:
         self._mesh, self._is_agreeing = mesh, False
         self._is_awake: dict[Any, bool] = {}
         for layer in layers:
-            experts = {module for module in layer.modules() if getattr(module, "zero_expert_num", 0)}
+            parts = _resting_parts(layer, has_replicas=mesh["replicate"].size() > 1)
             every = (parameter for group in _groups_in(layer) for parameter in group.fsdp_params)
-            if resting := [parameter for parameter in every if parameter._module_info.module in experts]:
+            if resting := [parameter for parameter in every if parameter._module_info.module in parts]:
                 self._is_awake |= dict.fromkeys(resting, False)
                 layer.register_forward_pre_hook(partial(self._watch, resting))
 
@@ -90,6 +90,16 @@ class Resting:
             if not is_awake:
                 parameter.sharded_param.grad = None
         self._is_awake, self._is_agreeing = dict.fromkeys(self._is_awake, False), False
+
+
+def _resting_parts(layer: nn.Module, *, has_replicas: bool) -> set[nn.Module]:
+    found: set[nn.Module] = set()
+    for path, module in layer.named_modules():
+        if getattr(module, "zero_expert_num", 0):  # PEFT wraps experts in their adapters
+            found |= {*layer.get_submodule(path.partition(".base_layer")[0]).modules()}
+        elif has_replicas and getattr(module, "rests_on_replicas", False):  # but for its index, without gradients
+            found |= {*module.modules()} - {*getattr(module, "indexer", nn.Module()).modules()}
+    return found
 
 
 def _take_whole_tensors(model: Any, module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:

@@ -209,6 +209,8 @@ def _of_rows(index: IndexInputs, part: slice, keys: Tensor, windows: Windows) ->
 class Compressor(Mixin):
     """DeepSeek-V4: windows of tokens pooled into entries, which queries see, or choose, next to a sliding window."""
 
+    rests_on_replicas = True  # where all documents of one are too short for an entry
+
     @property
     def key_numbers(self: Any) -> float:
         return (self.head_dim + getattr(getattr(self, "indexer", None), "head_dim", 0)) / self.compress_rate
@@ -217,18 +219,20 @@ class Compressor(Mixin):
         self: Any, hidden_states: Tensor, q_residual: Tensor, position_ids: Tensor, cache: Any, layer_idx: int
     ) -> tuple[Tensor, Choice]:
         index: Any = getattr(self, "indexer", None)
+        size: int = self.compress_rate
+        nothing = hidden_states.new_empty(len(hidden_states), 1, 0, self.head_dim)
+        if (none := everything(hidden_states, size - 1)) is not None:  # no entries, so that no weight has a gradient
+            rows = zip(rows_now(hidden_states.device), none.chosen, strict=True)
+            return nothing, Entries([(part, row, nothing[part, 0], chosen) for (part, row), chosen in rows])
         inputs, asked = [self.kv_proj(hidden_states), self.gate_proj(hidden_states)], None
         if index is not None:
             with torch.no_grad():
                 asked = _asked(index, hidden_states, q_residual, position_ids)
                 inputs += [index.kv_proj(hidden_states), index.gate_proj(hidden_states)]
-        sizes = [x.shape[-1] for x in inputs]
-        size = self.compress_rate
         reach = size if index is None else 2 * size
-        nothing = hidden_states.new_empty(len(hidden_states), 1, 0, self.head_dim)
 
         def pool(tokens: Tensor, part: slice, windows: Windows) -> Tensor:
-            kv, gate, *others = tokens.split(sizes, -1)
+            kv, gate, *others = tokens.split([each.shape[-1] for each in inputs], -1)
             first = position_ids[part, windows.last] - size + 1
             pooled = _pooled(self, kv, gate, windows, first)
             if index is not None:
