@@ -2,7 +2,6 @@
 
 import json
 
-import pytest
 from typer.testing import CliRunner
 
 import ringspan as rs
@@ -40,20 +39,3 @@ def test_the_command_prints_both_ways():
     assert "40,960" in printed and "270,336" in printed
     found = json.loads(CliRunner().invoke(app, [*options, "--json"]).output)
     assert found["tree"]["step_seconds"] < found["rows"]["step_seconds"] / 4
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--group", "8"], "give both"),
-        (["--completion", "8"], "give both"),
-        (["--group", "8", "--completion", "8", "--length", "99"], "--length is for a training step of its own"),
-        (["--generate", "--group", "8"], "--group is for a training step of its own; leave it out, or --generate"),
-        (["--group", "8", "--completion", "8", "--new-tokens", "9"], "add --generate"),
-        (["--group", f"{1 << 67}", "--completion", "8"], f"--group {1 << 67}: at most 1,073,741,824 answers"),
-        (["--group", "8", "--completion", f"{1 << 67}"], "--group 8: at most"),
-    ],
-)
-def test_options_that_do_not_fit_a_group_are_refused(options, message):
-    caught = CliRunner().invoke(app, ["plan", *options])
-    assert message in str(caught.exception)

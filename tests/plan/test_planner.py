@@ -278,31 +278,13 @@ def test_slow_links_are_named():
     assert not any("too slow" in reason for reason in plan_for().reasons)
 
 
-def test_the_object_that_is_printed_has_the_documented_keys():
+def test_the_numbers_of_the_object_that_is_printed_agree():
     shown = plan_for().as_json()
-    documented = {
-        "fits", "peak_bytes", "bytes", "mesh", "layout", "route", "checkpoint", "max_length_tokens", "min_block_tokens",
-        "min_tokens_per_device", "step_seconds", "mfu", "tokens_per_second", "flops_per_step", "reasons",
-    }  # fmt: skip
-    assert documented <= set(shown)
     assert shown["mesh"] == {"replicate": 1, "ring": 16, "ulysses": 1, "tp": 1}
     assert sum(shown["bytes"].values()) == shown["peak_bytes"]
     assert shown["min_tokens_per_device"]["inter_node"] == 6 * shown["min_block_tokens"]["inter_node"]
     assert 0 < shown["mfu"] < 1
     assert shown["tokens_per_second"] == pytest.approx(131_072 / shown["step_seconds"])
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"devices": 0}, "--devices 0"),
-        ({"dtype": "int8"}, "unknown dtype 'int8'"),
-        ({"shape": MODELS["gpt2"], "length": 8}, "cannot be shared"),
-    ],
-)
-def test_bad_questions_are_refused(changes, message):
-    with pytest.raises(ConfigError, match=message):
-        plan_for(**changes)
 
 
 def test_rings_of_thousands_need_no_schedules_of_thousands(monkeypatch):

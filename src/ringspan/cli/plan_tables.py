@@ -57,14 +57,8 @@ def _documents(out: Console, result: dict[str, Any], layouts: Sequence[LayoutCos
     packed = result["documents"]
     lengths = f"{packed['shortest']:,} to {packed['longest']:,} tokens"
     rows = [
-        (
-            row.layout,
-            row.setting.route,
-            f"{row.most_work_over_mean:.3f}",
-            shown_bytes(row.received_bytes),
-            shown_seconds(row.step_seconds),
-        )
-        for row in layouts
+        (each.layout, each.setting.route, f"{each.most_work_over_mean:.3f}", shown_bytes(each.received_bytes), seconds)
+        for each, seconds in ((each, shown_seconds(each.step_seconds)) for each in layouts)
     ]
     headers = "layout", "route", "busiest / mean", "received", "step"
     table(out, f"a step of {packed['num']:,} packed documents of {lengths}", headers, rows, numbers=3)
@@ -156,12 +150,8 @@ def _throughput(answer: Plan) -> str:
 
 def _received(result: dict[str, Any]) -> Iterator[tuple[str, str]]:
     link = result["link_bytes_per_step"]
-    for name, label in (
-        ("ring", "for attention"),
-        ("shards", "parameters and gradients"),
-        ("tensor_sums", "sums over tp"),
-        ("host", "to and from the host"),
-    ):
+    parts = {"ring": "for attention", "shards": "parameters and gradients", "tensor_sums": "sums over tp"}
+    for name, label in (parts | {"host": "to and from the host"}).items():
         if link[name]:
             yield label, shown_bytes(link[name])
     inside, between = shown_bytes(link["intra_node"]), shown_bytes(link["inter_node"])
@@ -224,16 +214,9 @@ def show_text(answer: TextPlan, model: str) -> None:
     used = "" if text.devices == question.devices else f", {text.devices} of {question.devices} devices"
     weights = [("weights", f"{text.weights} on the ranks of a ring")] if text.ring > 1 else []
     facts(out, "how to run it", [("mesh", f"{axes}{used}"), *weights])
-    facts(
-        out,
-        "memory per device at the peak",
-        [
-            ("weights", shown_bytes(cost.weight_bytes)),
-            ("cache", shown_bytes(cost.cache_bytes)),
-            ("a chunk of the prompt", shown_bytes(cost.work_bytes)),
-            ("peak", f"{shown_bytes(cost.peak_bytes)} of {has}"),
-        ],
-    )
+    parts = {"weights": cost.weight_bytes, "cache": cost.cache_bytes, "a chunk of the prompt": cost.work_bytes}
+    rows = [(name, shown_bytes(num_bytes)) for name, num_bytes in parts.items()]
+    facts(out, "memory per device at the peak", [*rows, ("peak", f"{shown_bytes(cost.peak_bytes)} of {has}")])
     facts(out, "time, at least", list(_text_times(answer)))
     heading(out, "why")
     for reason in answer.reasons():
@@ -266,12 +249,7 @@ def _text_command(answer: TextPlan, model: str) -> str:
 
 def _text_call(answer: TextPlan) -> str:
     text = answer.text
-    ids = f"ids  # {text.batch:,} of the prompts on each replica" if text.replicate > 1 else "ids"
-    return "\n".join(
-        (
-            f"mesh = {mesh_call(text)}",
-            "model = rs.parallelize(model.eval(), mesh)",
-            f"text = model.generate({ids.partition('  #')[0]}, max_new_tokens={answer.question.new_tokens}, "
-            f'weights="{text.weights}"){ids[3:]}',
-        )
-    )
+    note = f"  # {text.batch:,} of the prompts on each replica" if text.replicate > 1 else ""
+    options = f'max_new_tokens={answer.question.new_tokens}, weights="{text.weights}"'
+    lines = f"mesh = {mesh_call(text)}", "model = rs.parallelize(model.eval(), mesh)"
+    return "\n".join((*lines, f"text = model.generate(ids, {options}){note}"))

@@ -13,6 +13,8 @@ from ringspan.core.geometry.layout import Layout, Span
 from ringspan.core.geometry.mask import Mask
 
 EVERYTHING: Final = 2**62
+SCORES_AT_ONCE: Final = 2**23
+"""Scores of a chunk of queries, each next to its order in eight bytes."""
 Integers = NDArray[np.int64]
 
 
@@ -25,6 +27,7 @@ class Index:
     An entry is of ``size`` tokens. ``scored``: numbers that are multiplied to score one; ``key``: numbers of a
     token that travel for it, both 0 where another layer's choice is shared; ``token``: numbers of one for attention.
     ``kept``: positions that are kept of a query's choice, by full checkpoints too if layers hand it on (``is_passed``).
+    ``tail``: last tokens and numbers of each that a cache keeps on every rank for entries to come.
     """
 
     topk: int
@@ -37,6 +40,7 @@ class Index:
     kept: int = 0
     is_passed: bool = False
     window: int = 0
+    tail: tuple[int, int] = (0, 0)
 
     def most(self, length: int) -> int:
         """Return the entries that a query attends to at most."""

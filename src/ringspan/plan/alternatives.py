@@ -49,10 +49,8 @@ def why_not(plan: Plan, asked: str) -> Alternative:
     elif faster > 1 - WORTH_IT:
         reason, first = "better", f"{faster:.1%} faster than the plan: choose it with --route {asked}"
     elif faster > 0:
-        reason, first = (
-            "time",
-            f"{faster:.1%} faster; less than {1 - WORTH_IT:.0%} does not decide against a plain ring",
-        )
+        least = f"less than {1 - WORTH_IT:.0%} does not decide against a plain ring"
+        reason, first = "time", f"{faster:.1%} faster; {least}"
     else:
         reason, first = "time", f"{-faster:.1%} slower"
     lines = [f"{asked}: {first}"]

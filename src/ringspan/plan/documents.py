@@ -111,15 +111,9 @@ def _work(question: Question, split: Layout, lengths: tuple[int, ...] | Tree) ->
 def _passes_of(split: Layout, lengths: tuple[int, ...] | Tree) -> Passes:
     @lru_cache
     def passes(
-        layout: str,
-        length: int,
-        ranks: int,
-        window: int | None,
-        route: str,
-        shape: Shape,
-        speeds: Speeds,
+        layout: str, length: int, ranks: int, window: int | None, route: str, shape: Shape, speeds: Speeds,
         comm_dtype: str = "exact",
-    ) -> tuple[Pass, Pass]:
+    ) -> tuple[Pass, Pass]:  # fmt: skip
         mask, way = _mask(lengths, window), Route.parse(route, ranks)
         if shape.index is not None:
             return chosen_passes(split, mask, shape, speeds)

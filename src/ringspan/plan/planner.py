@@ -46,34 +46,20 @@ class Plan:
 
     def as_json(self) -> dict[str, Any]:
         device, setting = self.question.device, self.setting
-        blocks = {
-            "intra_node": round(min_block_tokens(device.flops, device.intra_node_bandwidth)),
-            "inter_node": round(min_block_tokens(device.flops, device.inter_node_bandwidth)),
-        }
+        links = {"intra_node": device.intra_node_bandwidth, "inter_node": device.inter_node_bandwidth}
+        blocks = {link: round(min_block_tokens(device.flops, bandwidth)) for link, bandwidth in links.items()}
         return {
             "fits": self.fits,
             "peak_bytes": self.memory.peak_bytes,
             "reserve_bytes": self.memory.reserve_bytes,
             "bytes": self.memory.bytes,
             "peak_moment": self.memory.moment,
-            "mesh": {
-                "replicate": setting.replicate,
-                "ring": setting.ring,
-                "ulysses": setting.way.ulysses,
-                "tp": setting.tp,
-            },
+            "mesh": _fields(setting, "replicate", "ring") | {"ulysses": setting.way.ulysses, "tp": setting.tp},
             "micro_batch": setting.batch,
             "micro_steps": setting.micro_steps(self.question.batch),
-            "folds": setting.folds,
-            "layout": setting.layout,
-            "route": setting.route,
-            "comm_dtype": setting.comm_dtype,
-            "checkpoint": setting.checkpoint,
-            "layers_per_checkpoint": setting.layers_per_checkpoint,
+            **_fields(setting, "folds", "layout", "route", "comm_dtype", "checkpoint", "layers_per_checkpoint"),
             "feedforward_chunk_tokens": setting.feedforward_tokens,
-            "offload": setting.offload,
-            "optimizer_on_host": setting.optimizer_on_host,
-            "optimizer_state": setting.optimizer_state,
+            **_fields(setting, "offload", "optimizer_on_host", "optimizer_state"),
             "host_bytes": host_bytes(self.question.shape, setting),
             "host": host_use(self.question.shape, setting),
             "smallest_change": {"option": self.change[0], "peak_bytes": self.change[1]} if self.change else None,
@@ -88,8 +74,7 @@ class Plan:
             },
             "step_seconds": self.cost.seconds,
             "seconds": self.cost.parts,
-            "mfu": self.cost.mfu,
-            "tokens_per_second": self.cost.tokens_per_second,
+            **_fields(self.cost, "mfu", "tokens_per_second"),
             "flops_per_step": self.cost.flops,
             "reasons": list(self.reasons),
             **self._towers(),
@@ -100,13 +85,8 @@ class Plan:
         if not shape.sees:
             return {}
         rows = [
-            {
-                "modality": tower.modality,
-                "units": tower.units,
-                "units_per_rank": tower.share(setting.batch, setting.ring),
-                "tokens": tower.tokens,
-                "flops": tower.units * tower.flops.at(1),
-            }
+            _fields(tower, "modality", "units", "tokens")
+            | {"units_per_rank": tower.share(setting.batch, setting.ring), "flops": tower.units * tower.flops.at(1)}
             for tower in shape.towers
         ]
         return {
@@ -117,6 +97,10 @@ class Plan:
                 "inputs": rows,
             }
         }
+
+
+def _fields(each: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(each, name) for name in names}
 
 
 def make_plan(question: Question) -> Plan:

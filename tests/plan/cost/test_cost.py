@@ -53,7 +53,7 @@ def test_recomputed_inputs_cost_three_quarters_of_a_forward_pass(checkpoint):
         step_cost(LLAMA, replace(setting, layers_per_checkpoint=layers), FAST, 1).seconds for layers in (1, 4)
     )
     tokens = 131_072 / 4 * LLAMA.layers
-    forward = 2 * LLAMA.layer_matrix_parameters * tokens / (FAST.flops * FAST.matmul_efficiency)
+    forward = 2 * LLAMA.kinds[0].matrices * tokens / (FAST.flops * FAST.matmul_efficiency)
     if checkpoint == "full":
         pairs = causal_pairs(131_072) / 4 * LLAMA.layers
         forward += 4.0 * LLAMA.attention.out_size * pairs / (FAST.flops * FAST.attention_efficiency)

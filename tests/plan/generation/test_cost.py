@@ -1,10 +1,11 @@
 """Bytes and seconds of generation against numbers that were computed by hand, and against what was measured."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
+from transformers import AutoConfig
 
 from ringspan.core.arguments import PREFILL_TOKENS, is_split
 from ringspan.core.geometry.mask import causal
@@ -22,14 +23,14 @@ MEASURED = Path(__file__).parents[3] / "benchmarks" / "results" / "generate-cpu-
 # attention and 3 x 128 x 200 for the feed-forward: 117,760. Of the head: 500 x 128 = 64,000.
 
 
-def llama(**sizes):
-    return from_config(LlamaConfig(**sizes).to_dict(), "tiny")
+SIZES = {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 8, "vocab_size": 500}
 
 
-SHAPE = llama(
-    num_hidden_layers=2, hidden_size=128, num_attention_heads=8, num_key_value_heads=2, intermediate_size=200,
-    vocab_size=500,
-)  # fmt: skip
+def shape_of(kind, **sizes):
+    return from_config(AutoConfig.for_model(kind, **{**SIZES, "intermediate_size": 200, **sizes}).to_dict(), "tiny")
+
+
+SHAPE = shape_of("llama", num_key_value_heads=2)
 LAYER, HEAD = 117_760, 64_000
 DEVICE = Device(
     name="slow", title="slow device", flops=1e9, memory_bytes=10**9, memory_bandwidth=1e7, intra_node_bandwidth=1e6,
@@ -81,6 +82,49 @@ def test_sharded_weights_arrive_for_every_token():
     assert cost.collectives_per_token == 6
 
 
+@pytest.mark.parametrize(("batch", "experts"), [(1, 2), (3, 8 * (1 - 0.75**3))])
+def test_experts_are_read_that_a_token_is_sent_to(batch, experts):
+    """Of 8 experts of 3 x 128 x 40 weights a token is sent to 2 by a router of 8 x 128; three to 4.6, if at random."""
+    sizes = {"num_local_experts": 8, "num_experts_per_tok": 2, "num_key_value_heads": 2, "intermediate_size": 40}
+    cost = text_cost(shape_of("mixtral", **sizes), Text(prompt=1000, new_tokens=2, batch=batch), DEVICE)
+    layer = 40_960 + 8 * 128 + experts * 3 * 128 * 40
+    assert cost.token_parts["weights"] == pytest.approx((2 * layer + HEAD) * 2 / 1e7)
+
+
+# Heads of 16 numbers and 8 rotary ones, of latents of 32. An index of 4 heads of 16 chooses 64 tokens.
+LATENT = {"kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16, "q_lora_rank": 24}
+LATENT |= {"first_k_dense_replace": 2, "num_key_value_heads": 8}
+INDEX = {"index_topk": 64, "index_n_heads": 4, "index_head_dim": 16}
+
+
+def test_latents_are_read_by_a_ring_and_expanded_by_one_device():
+    """40 numbers of a token, and on one device twice 8 heads' 24 and 16; results of two have 32 and a log-sum-exp."""
+    shape, text = shape_of("deepseek_v3", **LATENT), Text(prompt=1000, new_tokens=2)
+    assert text_bytes(shape, text)[1] == 2 * 1001 * 40 * 2
+    alone, two = (text_cost(shape, replace(text, ring=ring), DEVICE) for ring in (1, 2))
+    assert alone.token_parts["cache"] == pytest.approx(2 * 1001 * (40 + 2 * 8 * 40) * 2 / 1e7)
+    assert two.token_parts["cache"] == pytest.approx(2 * 501 * 40 * 2 / 1e7)
+    assert two.token_parts["sent"] == pytest.approx(3 * 20e-6 + (2 * 8 * 33 * 4 + 500 * 2) / 1e6)
+    # A prompt's second chunk expands the first again: 16 + 16 numbers of 8 heads out of 32.
+    chunks = (_Times(shape, replace(text, prompt=8192), DEVICE)._chunk(start, 4096)[0] for start in (4096, 0))
+    pairs = 2 * 8 * (24 + 16) * 4096 * 4096 / 2.5e8
+    assert next(chunks) - next(chunks) == pytest.approx(2 * (pairs + 2 * 4096 * 32 * 8 * 32 / 5e8))
+
+
+def test_an_index_scores_all_and_attends_to_some():
+    """It keeps 16 numbers of a token besides latents, of which 8 heads attend to 40 and 32, and 64 candidates of 8
+    bytes are found before results are merged. All tokens are fetched while a prompt is read.
+    """
+    shape, text = shape_of("deepseek_v32", **LATENT, **INDEX), Text(prompt=1000, new_tokens=2, ring=2)
+    cost, times = text_cost(shape, text, DEVICE), _Times(shape, text, DEVICE)
+    assert cost.cache_bytes == 2 * 501 * (40 + 16) * 2 and cost.collectives_per_token == 5
+    assert cost.token_parts["cache"] == pytest.approx(cost.cache_bytes / 1e7)
+    assert cost.token_parts["sent"] == pytest.approx(5 * 20e-6 + (2 * (8 * 33 * 4 + 64 * 8) + 500 * 2) / 1e6)
+    flops = sum(2 * 4 * 16 * count + 2 * 8 * (40 + 32) * min(count, 64) for count in range(1, 1001))
+    assert times._computed(shape.kinds[0], 1000, 0) == pytest.approx(flops / 2 / 2.5e8)
+    assert times._sent(shape.kinds[0], 1000, 0) == pytest.approx(500 * (40 + 16) * 2 / 1e6)
+
+
 def test_seconds_to_the_first_token_by_hand():
     """1,000 tokens on one device: 2 FLOPs per weight and token at half of 1e9, and 4 x 128 FLOPs per pair at a
     quarter. The head sees one token, whose weights are read.
@@ -117,7 +161,8 @@ def test_a_chunk_takes_what_the_schedule_says(ring, start):
     speeds = Speeds(1e9 * 0.25, 3e6, 3e6, 8)
     route = cheaper_route(queries, keys, causal(), shape)
     found = forward_pass(queries, causal(), route, shape, speeds, keys).seconds
-    expected = max(times._computed(4096 * ring, start, None), times._sent(4096 * ring, start, None))
+    of_chunk = SHAPE.kinds[0], 4096 * ring, start
+    expected = max(times._computed(*of_chunk), times._sent(*of_chunk))
     assert expected == pytest.approx(found, rel=0.2)
 
 
@@ -143,10 +188,8 @@ def test_the_fullest_rank_is_that_of_the_cache(ring, window, tokens):
 def test_bytes_are_near_those_that_were_measured():
     """The model of ``benchmarks.generation``, whose peak while reading counts gathered weights, not their shards."""
     measured = json.loads(MEASURED.read_text())
-    shape = llama(
-        num_hidden_layers=4, hidden_size=256, num_attention_heads=4, num_key_value_heads=2, intermediate_size=768,
-        vocab_size=4096,
-    )  # fmt: skip
+    sizes = {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    shape = shape_of("llama", **sizes, intermediate_size=768, vocab_size=4096)
     _, cache, work = text_bytes(shape, Text(prompt=32_768, new_tokens=33, ring=2, dtype="float32"))
     assert cache == pytest.approx(measured["cache_bytes_per_rank"], rel=0.01)
     assert work + cache + 4 * shape.parameters == pytest.approx(measured["peak_bytes"], rel=0.1)

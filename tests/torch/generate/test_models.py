@@ -11,10 +11,12 @@ from transformers import DynamicCache
 
 import ringspan as rs
 from ringspan.core.arguments import SPLIT_FROM_TOKENS
+from ringspan.plan.generation.cost import Text, text_bytes
+from ringspan.plan.model.configs import from_config
 from ringspan.torch.generate.cache.pools import Pools
 from ringspan.torch.generate.options import cache_bytes
 from tests.cases import long
-from tests.every_model.tiny import MULTIMODAL, tiny_model, tiny_tokens
+from tests.every_model.tiny import MULTIMODAL, tiny_config, tiny_model, tiny_tokens
 from tests.torch.float64 import in_float64_of
 from tests.torch.generate import models
 from tests.torch.generate.test_generate import WAYS, fresh_cache, greedy, padded_batch, plain, results
@@ -171,24 +173,30 @@ def test_an_index_chooses_in_shares_as_in_float64_on_one_process(pool, kind, ran
             assert (logits - truth).norm() < IN_FLOAT64 * truth.norm()
 
 
-def kept(mesh: DeviceMesh, kind: str) -> tuple[int, int]:
-    """Return the bytes planned per rank for a cache of 400 tokens, and those of the rows that it stores."""
+def kept(mesh: DeviceMesh, kind: str) -> tuple[int, int, int]:
+    """Return the bytes said per rank of a cache of 400 tokens, those of its rows, and of inputs for later entries."""
     model: Any = rs.parallelize(tiny_model(kind).eval(), mesh)
     ids, cache = tiny_tokens(400), model.new_cache()
     said = cache_bytes(model, {"input_ids": ids[:, 1:], "max_new_tokens": 1})
     plain(model, ids, max_new_tokens=1, past_key_values=cache)
     pools = [rows._entries for layer in cache.layers for rows in layer.kept.values() if isinstance(rows, Pools)]
     held = [*pools, *(rows for layer in cache.keepers for rows in layer.rows if rows.count)]
-    return said, sum(rows.stored.nbytes for rows in held)
+    tails = (rows._inputs.stored for layer in cache.layers for rows in layer.kept.values())
+    return said, sum(rows.stored.nbytes for rows in held), sum(inputs.nbytes for inputs in tails)
 
 
-@pytest.mark.parametrize(
-    "kind", ["deepseek_v3", "longcat_flash", "glm_moe_dsa", "minimax_m3_vl_text", "qwen4_exp_text", "deepseek_v4"]
-)
+PLANNED = "deepseek_v3", "glm_moe_dsa", "minimax_m3_vl_text", "deepseek_v4", "gemma3n_text", "diffllama"
+
+
+@pytest.mark.parametrize("kind", ["longcat_flash", "qwen4_exp_text", *PLANNED])
 def test_a_cache_is_counted_as_what_it_keeps(pool, kind):
     """Latents, not keys of heads; keys of indexes, pools, entries; keys that windows have not left behind."""
     found = pool.run(kept, 2, kind)
-    assert [said for said, _ in found] == pytest.approx([sum(real for _, real in found) / 2] * 2, rel=0.03)
+    assert [said for said, _, _ in found] == pytest.approx([sum(real for _, real, _ in found) / 2] * 2, rel=0.03)
+    if kind in PLANNED:
+        text = Text(prompt=400, new_tokens=1, ring=2, dtype="float32")
+        shape = from_config(tiny_config(kind).to_dict(), kind)
+        assert text_bytes(shape, text)[1] == max(real + inputs for _, real, inputs in found)
 
 
 def test_a_layer_that_sees_more_than_its_config_is_refused(pool):

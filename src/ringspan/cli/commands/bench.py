@@ -34,18 +34,13 @@ def attention(
     ranks: Ranks = 2,
     length: Length = 8192,
     batch: Annotated[int, typer.Option(min=1, max=_MOST, help="Sequences.")] = 1,
-    heads: Heads = 8,
-    kv_heads: KvHeads = 8,
-    head_dim: HeadDim = 64,
-    dtype: Dtype = "float32",
-    mask: MaskText = "causal",
-    layout: LayoutOption = "zigzag",
+    heads: Heads = 8, kv_heads: KvHeads = 8, head_dim: HeadDim = 64, dtype: Dtype = "float32",
+    mask: MaskText = "causal", layout: LayoutOption = "zigzag",
     route: Annotated[
         str, typer.Option(help="ring, bidirectional, double-ring:I, all-gather, pass-q, ulysses[:U[+ROUTE]].")
     ] = "ring",
-    repeats: Repeats = 5,
-    as_json: AsJson = False,
-) -> None:
+    repeats: Repeats = 5, as_json: AsJson = False,
+) -> None:  # fmt: skip
     """Time ring attention on N ranks of one thread against scaled_dot_product_attention in a process of N threads."""
     from ringspan.core.geometry.layout import layout_name
     from ringspan.core.geometry.mask import Mask
@@ -85,18 +80,14 @@ def ring(
     virtual_ranks: Annotated[int, typer.Option(min=1, max=1 << 16, help="Ranks of the rehearsed ring.")] = 8,
     rank: Annotated[int, typer.Option(min=0, help="The rank that this device runs.")] = 0,
     tokens: Annotated[int, typer.Option(min=2, max=_MOST, help="Tokens per rank.")] = 8192,
-    heads: Heads = 32,
-    kv_heads: KvHeads = 8,
-    head_dim: HeadDim = 128,
-    dtype: Dtype = "bfloat16",
-    mask: MaskText = "causal",
-    layout: LayoutOption = "zigzag",
+    heads: Heads = 32, kv_heads: KvHeads = 8, head_dim: HeadDim = 128, dtype: Dtype = "bfloat16",
+    mask: MaskText = "causal", layout: LayoutOption = "zigzag",
     kernel: Annotated[str, typer.Option(help="auto, cudnn, flash, flash2, flash3, flash4, triton, ...")] = "auto",
     repeats: Repeats = 5,
     error_ranks: Annotated[str, typer.Option(help="Ring sizes to compare with float64; empty: none.")] = "1,8,64",
     error_tokens: Annotated[int, typer.Option(min=2, max=1 << 20, help="Tokens of that comparison.")] = 4096,
     as_json: AsJson = False,
-) -> None:
+) -> None:  # fmt: skip
     """Run one rank's whole schedule on this device, against the fastest single kernel; copies stand for transfers."""
     from ringspan.core.geometry.layout import layout_name
     from ringspan.core.names import kernel_name
@@ -133,14 +124,10 @@ def ring(
 
 @app.command("step", epilog="Example: ringspan bench step --ranks 2 --dtype bfloat16 --json")
 def step(
-    ranks: Ranks = 2,
-    length: Length = 8192,
-    dtype: Dtype = "float32",
-    layout: LayoutOption = "zigzag",
+    ranks: Ranks = 2, length: Length = 8192, dtype: Dtype = "float32", layout: LayoutOption = "zigzag",
     checkpoint: Annotated[str, typer.Option(help="none, full or attention, also for the baseline.")] = "attention",
-    repeats: Repeats = 3,
-    as_json: AsJson = False,
-) -> None:
+    repeats: Repeats = 3, as_json: AsJson = False,
+) -> None:  # fmt: skip
     """Time a training step of a small Llama: the ring against transformers' sdpa in one process of N threads."""
     from ringspan.core.geometry.layout import layout_name
     from ringspan.core.names import checkpoint_name

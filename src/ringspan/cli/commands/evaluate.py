@@ -88,15 +88,9 @@ def perplexity(
     models: Models,
     length: Annotated[int, typer.Option(help="Tokens of each document.")] = 4096,
     items: Annotated[int, typer.Option(help="Number of documents at most, the longest first.")] = 8,
-    text: Text = None,
-    dtype: Dtype = "auto",
-    nproc: Nproc = None,
-    tp: Tp = 1,
-    out: Out = Path("runs/eval"),
-    picture: Picture = None,
-    page: Page = None,
-    as_json: AsJson = False,
-) -> None:
+    text: Text = None, dtype: Dtype = "auto", nproc: Nproc = None, tp: Tp = 1, out: Out = Path("runs/eval"),
+    picture: Picture = None, page: Page = None, as_json: AsJson = False,
+) -> None:  # fmt: skip
     """Loss by position in long documents, in nats per token and bits per byte: does more context help?"""
     _evaluate(
         PERPLEXITY, models, nproc, out, picture, page, as_json, lengths=(length,), items=items, text=tuple(text or ()),
@@ -273,12 +267,10 @@ def _watched(name: str) -> "Iterator[EvalObserver]":
         def read(tokens: int, total: int) -> None:
             progress.update(task, description=f"read {tokens:,} of {total:,} tokens")
 
-        yield EvalObserver(
-            doing=lambda what: progress.update(task, description=what),
-            read=read,
-            did=moved,
-            noticed=progress.console.print,
-        )
+        def doing(what: str) -> None:
+            progress.update(task, description=what)
+
+        yield EvalObserver(doing=doing, read=read, did=moved, noticed=progress.console.print)
 
 
 def _print(results: list[dict[str, Any]], *files: Path | None) -> None:

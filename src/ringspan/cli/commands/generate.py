@@ -112,12 +112,9 @@ def prompt_text(prompt: str | None, file: Path | None, option: str = "--prompt-f
 
 
 def run(
-    settings: "GenerateSettings",
-    text: Callable[[], str | None],
-    nproc: int | None,
-    quiet: bool = False,
+    settings: "GenerateSettings", text: Callable[[], str | None], nproc: int | None, quiet: bool = False,
     chat: bool = False,
-) -> "tuple[Answer | None, bool]":
+) -> "tuple[Answer | None, bool]":  # fmt: skip
     under_torchrun, text = is_rank(), cache(text)
     if not under_torchrun:
         if nproc is not None:

@@ -19,22 +19,15 @@ EPILOG = "Example: ringspan rehearse --model llama-3.1-8b --devices 32 --device 
 
 
 def command(
-    model: plan.Model = "llama-3.1-8b",
-    devices: plan.Devices = 8,
-    device: plan.Device = "h100-80gb",
-    nodes: plan.Nodes = None,
-    length: plan.Length = 131_072,
-    batch: plan.Batch = 1,
-    dtype: plan.Dtype = "bfloat16",
-    parameter_dtype: plan.ParameterDtype = "float32",
-    route: plan.Route = "auto",
-    comm_dtype: plan.CommDtype = "exact",
+    model: plan.Model = "llama-3.1-8b", devices: plan.Devices = 8, device: plan.Device = "h100-80gb",
+    nodes: plan.Nodes = None, length: plan.Length = 131_072, batch: plan.Batch = 1, dtype: plan.Dtype = "bfloat16",
+    parameter_dtype: plan.ParameterDtype = "float32", route: plan.Route = "auto", comm_dtype: plan.CommDtype = "exact",
     rank: Annotated[int, typer.Option(min=0, help="The rank to run.")] = 0,
     bandwidth: Annotated[
         float | None, typer.Option(help="Bytes/s of the link from the neighbour; default: as for this device.")
     ] = None,
     as_json: AsJson = False,
-) -> None:
+) -> None:  # fmt: skip
     """Run one rank of the planned step on this machine's device: real kernels and memory, random neighbours' blocks.
 
     Measures peak memory, seconds of a step and of each layer, and their share of the matmul speed; predicts what links
@@ -115,12 +108,6 @@ def _show(result: dict[str, Any]) -> None:
     link = shown_bandwidth(result["bandwidth_bytes_per_second"])
     matmul = shown_speed(result["measured_matmul_flops"])
     share = f"{result['measured_matmul_utilization']:.1%} of the {matmul} that matrix products reach here"
-    facts(
-        out,
-        "one step",
-        [
-            ("computing", f"{step}; a layer {forward} forward, {backward} backward"),
-            ("model FLOPs used", share),
-            ("waiting for links", f"{exposed} more at {link}, so {whole} per step"),
-        ],
-    )
+    computing = f"{step}; a layer {forward} forward, {backward} backward"
+    waiting = f"{exposed} more at {link}, so {whole} per step"
+    facts(out, "one step", [("computing", computing), ("model FLOPs used", share), ("waiting for links", waiting)])

@@ -153,10 +153,8 @@ def _error(case: AttentionCase, inputs: list[Tensor], dout: Tensor, ours: list[T
     q, k, v = (x.double().cpu().numpy() for x in inputs)
     allowed = Mask.parse(case.mask).dense(rows, np.arange(case.length))
     problem = (q[:, :, rows], k[:, :, : case.length], v[:, :, : case.length], allowed, case.head_dim**-0.5)
-    expected = (
-        reference.attention(*problem)[0],
-        reference.backward(dout.double().cpu().numpy()[:, :, rows], *problem).dq,
-    )
+    rows_dout = dout.double().cpu().numpy()[:, :, rows]
+    expected = reference.attention(*problem)[0], reference.backward(rows_dout, *problem).dq
     errors = [
         np.linalg.norm(x.detach().double().cpu().numpy()[:, :, sample] - y) / np.linalg.norm(y)
         for x, y in zip(ours, expected, strict=False)
@@ -182,16 +180,10 @@ class StepCase:
 def small_llama(case: StepCase) -> PreTrainedModel:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=case.vocabulary,
-        hidden_size=case.hidden_size,
-        intermediate_size=3 * case.hidden_size,
-        num_hidden_layers=case.layers,
-        num_attention_heads=case.heads,
-        num_key_value_heads=case.kv_heads,
-        max_position_embeddings=case.length,
-        attention_dropout=0.0,
-        use_cache=False,
-    )
+        vocab_size=case.vocabulary, hidden_size=case.hidden_size, intermediate_size=3 * case.hidden_size,
+        num_hidden_layers=case.layers, num_attention_heads=case.heads, num_key_value_heads=case.kv_heads,
+        max_position_embeddings=case.length, attention_dropout=0.0, use_cache=False,
+    )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, case.dtype), attn_implementation="sdpa")
     return model.to(local_device()).train()
 

@@ -124,10 +124,7 @@ def report(examined: dict[str, Any] | None, failures: Iterable[Problem] = ()) ->
     kinds = [torch.device("cpu")] + ([device] if device.type != "cpu" else [])
     return {
         "devices": _devices(),
-        "backends": {
-            name: dist.is_available() and getattr(dist, f"is_{name}_available")()
-            for name in ("gloo", "nccl", "mpi", "ucc")
-        },
+        "backends": {name: _has_backend(name) for name in ("gloo", "nccl", "mpi", "ucc")},
         "versions": versions(),
         "missing": [
             {"name": name, "needed_for": purpose, "remedy": remedy}
@@ -144,6 +141,10 @@ def report(examined: dict[str, Any] | None, failures: Iterable[Problem] = ()) ->
         "can_train": not any(problem.stops for problem in problems),
         "problems": [asdict(problem) for problem in problems],
     }
+
+
+def _has_backend(name: str) -> bool:
+    return dist.is_available() and getattr(dist, f"is_{name}_available")()
 
 
 def _slow_ranks(speeds: list[list[dict[str, Any]]], facts: list[dict[str, Any]]) -> Iterator[Problem]:
@@ -163,15 +164,9 @@ def _devices() -> list[dict[str, Any]]:
     found = [{"kind": "cpu", "name": name, "cores": num_cores(), "memory_bytes": host_memory_bytes()}]
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
-        found.append(
-            {
-                "kind": "cuda",
-                "name": properties.name,
-                "capability": f"{properties.major}.{properties.minor}",
-                "memory_bytes": properties.total_memory,
-                "free_bytes": torch.cuda.mem_get_info(index)[0],
-            }
-        )
+        made = {"kind": "cuda", "name": properties.name, "capability": f"{properties.major}.{properties.minor}"}
+        free = torch.cuda.mem_get_info(index)[0]
+        found.append(made | {"memory_bytes": properties.total_memory, "free_bytes": free})
     return found
 
 
@@ -181,7 +176,7 @@ def _problems_here(device: torch.device) -> Iterator[Problem]:
         if tuple(int(part) for part in re.findall(r"\d+", here)[: len(least)]) < least:
             yield Problem(f"{name} is {here}, {needed} is needed", f"pip install '{name}>={needed}'", stops=True)
     backend = "nccl" if device.type == "cuda" else "gloo"
-    if not dist.is_available() or not getattr(dist, f"is_{backend}_available")():
+    if not _has_backend(backend):
         remedy = f"install a build of torch with {backend}: those for Linux on pytorch.org have it"
         yield Problem(f"torch has no {backend}, over which {device.type} ranks talk", remedy, stops=True)
     if device.type == "cpu" and any(Path("/dev").glob("nvidia[0-9]*")):
@@ -209,9 +204,8 @@ def attention_flops(device: torch.device, dtype: torch.dtype, *, tokens: int | N
 def ring_error(group: dist.ProcessGroup) -> float:
     """Return any rank's largest relative error of causal attention, both passes, against dense float64."""
     ranks, rank, device = dist.get_world_size(group), dist.get_rank(group), local_device()
-    layout = Layout(
-        "zigzag", 2 * max(1, min(24, 512 // ranks)) * ranks, ranks
-    )  # few tokens: each rank computes them all
+    # Few tokens: each rank computes them all.
+    layout = Layout("zigzag", 2 * max(1, min(24, 512 // ranks)) * ranks, ranks)
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(1, heads, layout.length, 16, generator=generator) for heads in (4, 2, 2, 4)]
     mine = layout.positions(rank)

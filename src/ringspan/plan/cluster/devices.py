@@ -27,7 +27,7 @@ class Device:
     memory_bytes: int
     intra_node_bandwidth: float
     inter_node_bandwidth: float
-    devices_per_node: int
+    devices_per_node: int = 8
     memory_bandwidth: float = 0.0
     matmul_efficiency: float = 0.7
     attention_efficiency: float = 0.5
@@ -39,27 +39,7 @@ class Device:
         return self.intra_node_bandwidth if ranks <= self.devices_per_node else self.inter_node_bandwidth
 
 
-def _device(
-    name: str, title: str, teraflops: float, memory: tuple[int, float], links: tuple[float, float], per_node: int = 8,
-    matmul: float = 0.7, attention: float = 0.5, host: tuple[float, int] = (0, 0),
-) -> Device:  # fmt: skip
-    return Device(
-        name=name,
-        title=title,
-        flops=teraflops * 1e12,
-        memory_bytes=memory[0] * GIGA,
-        memory_bandwidth=memory[1] * GIGA,
-        intra_node_bandwidth=links[0] * GIGA,
-        inter_node_bandwidth=links[1] * GIGA,
-        devices_per_node=per_node,
-        matmul_efficiency=matmul,
-        attention_efficiency=attention,
-        host_bandwidth=host[0] * GIGA,
-        host_memory_bytes=host[1] * GIGA,
-    )
-
-
 _FILE: Final = tomllib.loads(Path(__file__).with_name("devices.toml").read_text(encoding="utf-8"))
-DEVICES: Final = {name: _device(name, **row) for name, row in _FILE["devices"].items()}
+DEVICES: Final = {name: Device(name=name, **row) for name, row in _FILE["devices"].items()}
 # The second of a pair is the other device that the name could mean.
 OTHER_NAMES: Final[dict[str, tuple[str, str]]] = {name: tuple(pair) for name, pair in _FILE["names"].items()}

@@ -34,15 +34,9 @@ def min_tokens_per_device(block_tokens: float) -> float:
 
 
 _BY_HAND: Final = (
-    "flops",
-    "memory_bytes",
-    "intra_node_bandwidth",
-    "inter_node_bandwidth",
-    "devices_per_node",
-    "memory_bandwidth",
-    "host_bandwidth",
-    "host_memory_bytes",
-)
+    "flops", "memory_bytes", "intra_node_bandwidth", "inter_node_bandwidth", "devices_per_node", "memory_bandwidth",
+    "host_bandwidth", "host_memory_bytes",
+)  # fmt: skip
 _WHOLE: Final = ("memory_bytes", "devices_per_node", "host_memory_bytes")
 _MOST: Final = 1e21  # FLOP/s, bytes, bytes/s: a million times what a device has, and far from what numbers overflow at
 

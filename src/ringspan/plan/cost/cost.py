@@ -228,9 +228,8 @@ class _LayerTimes:
         setting = self.setting
         if kind.index or not setting.latent_dim(kind):
             return []
-        weights = kind.latent * kind.heads * (kind.head_dim - kind.rotary + kind.value_dim)
-        arrived = (setting.ring - 1) * kind.calls * self.matrices(weights)
-        own = kind.calls * self.matrices(weights)  # of which one product is among the layer's matrices
+        own = kind.calls * self.matrices(kind.expansion)  # of which one product is among the layer's matrices
+        arrived = (setting.ring - 1) * own
         return [Pass(seconds, seconds, 0.0, 0.0) for seconds in (arrived, 3 * arrived + own)]
 
     def _attend(self, kind: LayerKind, sizes: Shape, speeds: Speeds) -> tuple[Pass, Pass]:

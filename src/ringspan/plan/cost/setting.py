@@ -47,10 +47,7 @@ class Setting(StepConfig):
 
     def latent_dim(self, kind: LayerKind) -> int:
         """Return the numbers of a token that travel in place of a layer's keys and values, 0 if these do."""
-        if not kind.latent or not sends_latents(self, self.way, self.ring, has_tp=self.tp > 1):
-            return 0
-        size = kind.latent + kind.rotary
-        return size if size < kind.kv_heads * (kind.head_dim + kind.value_dim) else 0
+        return kind.compressed if sends_latents(self, self.way, self.ring, has_tp=self.tp > 1) else 0
 
     def route_of(self, kind: LayerKind) -> str:
         """Return a layer's route: latents take the ring where keys would be gathered."""

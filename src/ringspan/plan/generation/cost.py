@@ -1,12 +1,13 @@
 """Bytes and seconds of a prompt read over a ring, and of each token after it.
 
 B prompts of a replica, n new tokens, C hidden size, H, G heads, D head size, V vocabulary, N ranks of the ring, P of
-tensor parallelism.
+tensor parallelism. Layers of a kind cost the same.
 """
 
 from collections import Counter
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
 from typing import Final
 
 from ringspan.core.arguments import PREFILL_TOKENS, is_split
@@ -14,15 +15,19 @@ from ringspan.core.geometry.shares import BLOCK_TOKENS, Shares
 from ringspan.core.names import WeightsName
 from ringspan.core.schedule.timing import pair_flops
 from ringspan.core.schedule.workspace import Shape
+from ringspan.core.selection import SCORES_AT_ONCE
 from ringspan.plan.cluster.devices import Device
-from ringspan.plan.cost.passes import causal_pairs
+from ringspan.plan.cost.chosen import scoring_flops
+from ringspan.plan.cost.passes import seen_pairs
 from ringspan.plan.cost.setting import dtype_bytes
+from ringspan.plan.model.kinds import LayerKind
 from ringspan.plan.model.shapes import ModelShape
 
 # What a collective of a few bytes takes, inside a node and between nodes: no table has it, and of a token it is what
 # a ring costs. An assumption about NCCL; measure yours.
 COLLECTIVE_SECONDS: Final = {True: 20e-6, False: 40e-6}
 _FLOAT32: Final = 4
+_CANDIDATE: Final = 8  # bytes of a score with its position
 _MOST_TIMED: Final = 64  # chunks of a prompt
 
 
@@ -81,37 +86,72 @@ class TextCost:
 def text_bytes(shape: ModelShape, text: Text) -> tuple[int, int, int]:
     """Return the bytes of weights, cache and reading a chunk, on the fullest rank.
 
-    Whole weights are copies besides FSDP's shards. A chunk: the residual stream, its norm and sum, and the larger of
-    attention (q, k, v, result with float32 sums, transit, one layer's moving keys) and feed-forward.
+    Whole weights are copies besides FSDP's shards. A chunk: the residual stream, its norm and sum, and the largest of
+    all attention and feed-forwards.
     """
     local, a = shape.split(text.tp), text.number_bytes
     mine = a * local.parameters // text.ring
     gathered = a * (local.parameters if text.weights == "whole" else local.root + 2 * local.layer_parameters)
     weights = mine + (gathered if text.ring > 1 else 0)
-    # Nothing follows the last token, so it is not kept.
-    tokens = [_fullest(text, text.prompt, text.new_tokens - 1, window) for window in local.layer_windows]
-    kind = local.attention
-    queries, keys = kind.heads * kind.head_dim, 2 * kind.kv_heads * kind.head_dim
-    cache = sum(keys * a * text.batch * held for held in tokens)
+    kinds, written = local.counted(local.layers), text.new_tokens - 1  # nothing follows the last, so it is not kept
+    numbers = sum(count * cached_numbers(text, kind, text.prompt, written) for kind, count in kinds.items())
 
     here = text.batch * min(text.prompt if text.ring == 1 else -(-text.prompt // text.ring), PREFILL_TOKENS)
-    stream = 3 * a * shape.hidden
-    partial = _FLOAT32 * (queries + kind.heads)
-    sent = 0
-    if text.ring > 1:
-        whole = text.batch * max(tokens) * keys * a / max(here, 1)
-        sent = min(2 * whole, 2 * (a * queries + partial))
-    moved = text.batch * max(tokens) * keys // 2 * a
-    attention = here * (a * (2 * queries + keys) + partial + sent) + moved
-    feedforward = here * a * 3 * local.intermediate
-    return weights, cache, int(here * stream + max(attention, feedforward))
+    stream = here * 3 * a * shape.hidden * shape.streams
+    widest = max(max(_attention_bytes(text, kind, here), here * a * _wide(shape, kind)) for kind in kinds)
+    return weights, a * text.batch * numbers, int(stream + widest)
+
+
+def cached_numbers(text: Text, kind: LayerKind, read: int, written: int) -> int:
+    """Return what the fullest rank keeps of a sequence: keys and values or latents, and of an index keys or entries."""
+    index, tokens = kind.index, read + written
+    found = kind.cached * _held(text, kind, read, written)
+    if index is None:
+        return found
+    last, inputs = index.tail
+    if not last:
+        return found + round(index.key) * _fullest(text, read, written, None)
+    entries = -(-tokens // (index.size * text.ring))  # those begun, in turn
+    numbers = round(index.size * (index.token if index.window else index.key))
+    return found + entries * numbers + min(last, tokens) * inputs
+
+
+def _held(text: Text, kind: LayerKind, read: int, written: int) -> int:
+    """Return the fullest rank's tokens of a layer, without those that no later query sees."""
+    return _fullest(text, read, written, kind.window and kind.window - 1)
+
+
+def _attention_bytes(text: Text, kind: LayerKind, here: int) -> float:
+    """Return q, k, v, result with float32 sums or an index's scores, what is fetched, moved, expanded or in transit."""
+    a, index, written = text.number_bytes, kind.index, text.new_tokens - 1
+    keys, results = kind.kv_heads * (kind.head_dim + kind.value_dim), kind.heads * kind.value_dim
+    partial = _FLOAT32 * (results + kind.heads)
+    queries = a * kind.heads * kind.head_dim
+    tokens = text.batch * _held(text, kind, text.prompt, written)
+    rows = tokens * (kind.cached // 2)
+    if kind.latent:  # the product, and the keys that are copied out of it
+        rows += tokens * kind.heads * (2 * kind.head_dim - kind.rotary + kind.value_dim)
+    if index:
+        rows += round(text.batch * text.prompt * (index.token + index.key))
+    scores = sent = 0.0
+    if index and index.scored:
+        scores = (_FLOAT32 + _CANDIDATE) * min(here * text.prompt / index.size, SCORES_AT_ONCE)
+    if text.ring > 1 and not (index and not index.window):
+        sent = min(2 * tokens * keys * a, 2 * here * (queries + partial))
+    return here * queries + max(here * (a * (results + keys) + partial), scores) + a * rows + sent
+
+
+def _wide(shape: ModelShape, kind: LayerKind) -> int:
+    """Return a token's numbers in a feed-forward; experts gate copies of it, whose results are weighed and sorted."""
+    copies = round(kind.chosen * kind.experts[0]) * shape.hidden
+    return max((4 if copies else 3) * kind.intermediate + copies, 4 * copies)
 
 
 def _fullest(text: Text, read: int, written: int, window: int | None) -> int:
     """Return the fullest rank's tokens of a layer: reading shares evenly, writing deals blocks, windows come last."""
     if text.ring == 1:
-        return min(read + written, window or read + written)
-    seen = min(written, window or written)
+        return min(read + written, read + written if window is None else window)
+    seen = written if window is None else min(written, window)
     blocks = min(seen, -(-seen // (BLOCK_TOKENS * text.ring)) * BLOCK_TOKENS)
     if window is None:
         return -(-read // text.ring) + blocks
@@ -142,16 +182,19 @@ def text_cost(shape: ModelShape, text: Text, device: Device) -> TextCost:
 class _Times:
     def __init__(self, shape: ModelShape, text: Text, device: Device) -> None:
         self.text, self.device, self.shape = text, device, shape.split(text.tp)
-        self.windows = Counter(self.shape.layer_windows)
+        # Keys of another layer are read like own ones.
+        self.kinds = Counter(replace(kind, caches=max(1, kind.caches)) for kind in self.shape.kinds)
+        self.few = {kind: self._seen_by_few(kind) for kind in self.kinds}
         # Peak numbers are for half precision; float32 runs as TF32 at about half of it, at best.
         self.peak = device.flops if text.number_bytes < _FLOAT32 else device.flops / 2
         inside = text.ring * text.tp <= device.devices_per_node
         self.collective = COLLECTIVE_SECONDS[inside]
         layers = shape.layers
-        self.collectives = (layers + 1) * (text.ring > 1) + 2 * (layers + 1) * (text.tp > 1)
+        # Results are merged, after the best of all ranks' keys are found if an index scores them; then come the logits.
+        scores = {kind: kind.index is not None and kind.index.scored > 0 for kind in self.kinds}
+        merged = sum(times * kind.calls * (1 + scores[kind]) for kind, times in self.kinds.items() if kind.attends)
+        self.collectives = (merged + 1) * (text.ring > 1) + 2 * (layers + 1) * (text.tp > 1)
         self.collectives += (layers + 1) * (text.ring > 1 and text.weights == "sharded")
-        kind = self.shape.attention
-        self.attention = Shape(text.batch, kind.heads, kind.kv_heads, kind.head_dim, kind.head_dim, text.number_bytes)
         self.flops = self.peak * device.attention_efficiency
 
     def reading(self) -> tuple[float, float]:
@@ -170,14 +213,14 @@ class _Times:
     def writing(self, held: int) -> dict[str, float]:
         """Return one token's seconds after ``held`` ones: weights read, cache read, sent."""
         text, count = self.text, self.text.batch
-        weights = self.shape.layers * self._matrices(self.shape.layer_matrix_parameters, count)
-        weights += self._matrices(self._head, count)
-        cache = sum(times * self._few(1, held, window) for window, times in self.windows.items())
+        weights = self._matrices(self._head + self.shape.outside, count)
+        weights += sum(times * self._layer(kind, count) for kind, times in self.kinds.items())
+        cache = sum(times * self._few(kind, 1, held) for kind, times in self.kinds.items())
         sent = self.collectives * self.collective
         if text.ring > 1:
-            partial = count * self.attention.heads * (self.attention.head_dim + 1) * _FLOAT32
+            found = sum(times * self._merged_bytes(self.few[kind], held) for kind, times in self.kinds.items())
             logits = count * self.shape.vocab * text.number_bytes
-            sent += (self.shape.layers * (text.ring - 1) * partial + logits) / self._bandwidth
+            sent += ((text.ring - 1) * found + logits) / self._bandwidth
             if text.weights == "sharded":
                 weights = max(weights, self._gathered(self.shape.parameters))
         sent += self.shape.layers * self._sums(count)
@@ -196,43 +239,87 @@ class _Times:
         text = self.text
         splits = is_split(count, text.ring)
         here = text.batch * (-(-count // text.ring) if splits else count)
-        matrices = self._matrices(self.shape.layer_matrix_parameters, here)
-        waited = self._sums(here)
-        if text.ring > 1 and text.weights == "sharded":
-            waited += max(0.0, self._gathered(self.shape.layer_parameters) - matrices)
-        seconds = self.shape.layers * (matrices + waited)
-        exposed = self.shape.layers * waited
-        for window, times in self.windows.items():
-            computed = self._few(count, start, window) if not splits else self._computed(count, start, window)
-            sent = self._sent(count, start, window) if splits else 0.0
-            seconds += times * max(computed, sent)
-            exposed += times * max(0.0, sent - computed)
+        seconds, exposed = self._matrices(self.shape.outside, here), 0.0
+        for kind, times in self.kinds.items():
+            matrices, waited, sent = self._layer(kind, here), self._sums(here), 0.0
+            if text.ring > 1 and text.weights == "sharded":
+                waited += max(0.0, self._gathered(kind.parameters) - matrices)
+            if splits:
+                computed, sent = self._computed(kind, count, start), self._sent(kind, count, start)
+                computed += self._expanded(kind, -(-start // text.ring))
+            else:
+                computed = self._few(kind, count, start)
+            seconds += times * (matrices + waited + max(computed, sent))
+            exposed += times * (waited + max(0.0, sent - computed))
         return seconds, exposed
 
-    def _computed(self, count: int, held: int, window: int | None) -> float:
-        pairs = causal_pairs(held + count, window) - causal_pairs(held, window)
-        return pairs / self.text.ring * pair_flops(self.attention, is_backward=False) / self.flops
+    def _seen_by_few(self, kind: LayerKind) -> LayerKind:
+        """Return a layer as a few queries see it: as keys of one head, latents that are not expanded."""
+        if not kind.compressed or self.text.ring == 1 or self.text.tp > 1:  # as in ``choice.sends_latents``
+            return kind
+        return replace(kind, kv_heads=1, head_dim=kind.compressed, value_dim=kind.latent, latent=0)
 
-    def _sent(self, count: int, held: int, window: int | None) -> float:
-        """Count a rank's received bytes for split new tokens: keys and values, or queries and results if fewer."""
-        others, shape = self.text.ring - 1, self.attention
-        length = count + held if window is None else count + min(held, window - 1)
-        keys = -(-length // self.text.ring) * shape.kv_numbers * shape.itemsize
+    def _computed(self, kind: LayerKind, count: int, held: int) -> float:
+        """Return a rank's seconds for its part of the pairs of ``count`` tokens and those before."""
+        pairs = kind.calls * _later(partial(seen_pairs, kind), held, count)
+        flops = pairs * pair_flops(self._sizes(kind), is_backward=False)
+        if kind.index:
+            flops += self.text.batch * _later(partial(scoring_flops, kind.index), held, count)
+        return flops / self.text.ring / self.flops
+
+    def _sizes(self, kind: LayerKind) -> Shape:
+        sizes = kind.heads, kind.kv_heads, kind.head_dim, kind.value_dim
+        return Shape(self.text.batch, *sizes, self.text.number_bytes)
+
+    def _sent(self, kind: LayerKind, count: int, held: int) -> float:
+        """Count a rank's received bytes for split new tokens: keys and values, or queries and results if fewer.
+
+        With an index all that they see is fetched.
+        """
+        text, index, shape = self.text, kind.index, self._sizes(kind)
+        length = count + held if kind.window is None else count + min(held, kind.window - 1)
+        keys = -(-length // text.ring) * kind.calls * shape.kv_numbers * shape.itemsize
         result = shape.batch * shape.heads * (shape.value_dim + 1) * shape.sum_itemsize
-        queries = -(-count // self.text.ring) * (shape.query_bytes + result)
-        return others * min(keys, queries) / self._bandwidth
+        queries = -(-count // text.ring) * kind.calls * (shape.query_bytes + result)
+        sent = 0.0 if index and not index.window else min(keys, queries)
+        if index:
+            sent += -(-(count + held) // text.ring) * text.batch * text.number_bytes * (index.token + index.key)
+        return (text.ring - 1) * sent / self._bandwidth
 
-    def _matrices(self, weights: float, tokens: int) -> float:
-        """Return the seconds of multiplying tokens with weights that are read once."""
+    def _merged_bytes(self, kind: LayerKind, held: int) -> int:
+        """Return the bytes that each rank hands to all for a token: its results, and the best keys of its share."""
+        found, index = kind.calls * kind.heads * (kind.value_dim + 1) * _FLOAT32, kind.index
+        if index and index.scored:
+            entries, blocks = held // index.size, index.kept // (index.topk * index.size)
+            # Blocks score by their best key of all ranks; of keys and pools the best are candidates.
+            is_of_blocks = index.keys > 1 and not index.tail[0]
+            found += _FLOAT32 * blocks * entries if is_of_blocks else _CANDIDATE * min(entries, index.topk)
+        return self.text.batch * found
+
+    def _layer(self, kind: LayerKind, tokens: int) -> float:
+        """Return the seconds of a layer's products: of experts, those are read that any token is sent to."""
+        others = 1 - kind.chosen
+        more = kind.experts[1] * (others - others**tokens)
+        return self._matrices(kind.matrices, tokens, more)
+
+    def _matrices(self, weights: float, tokens: float, more: float = 0.0) -> float:
+        """Return the seconds of multiplying tokens with weights that are read once, as are ``more``."""
         computed = 2.0 * weights * tokens / (self.peak * self.device.matmul_efficiency)
-        return max(computed, weights * self.text.number_bytes / self.device.memory_bandwidth)
+        return max(computed, (weights + more) * self.text.number_bytes / self.device.memory_bandwidth)
 
-    def _few(self, count: int, held: int, window: int | None) -> float:
+    def _few(self, kind: LayerKind, count: int, held: int) -> float:
         """Return a layer's attention seconds for a few tokens, computed by every rank over its own share."""
-        length, read = held + count, min(held, self.text.prompt)
-        share = _fullest(self.text, read, length - read, window)
-        of_cache = share * self.attention.kv_numbers * self.text.number_bytes
-        return max(self._computed(count, held, window), of_cache / self.device.memory_bandwidth)
+        text, seen, read = self.text, self.few[kind], min(held, self.text.prompt)
+        numbers, share = (f(text, kind, read, held + count - read) for f in (cached_numbers, _held))
+        computed = self._computed(seen, count, held)
+        if seen.latent:  # expanded ones are written and read
+            numbers += 2 * share * kind.calls * kind.heads * (kind.head_dim + kind.value_dim)
+            computed += self._expanded(kind, share)
+        return max(computed, text.batch * numbers * text.number_bytes / self.device.memory_bandwidth)
+
+    def _expanded(self, kind: LayerKind, tokens: int) -> float:
+        """Return the seconds of turning a sequence's cached latents into keys and values."""
+        return kind.calls * self._matrices(kind.expansion, self.text.batch * tokens) if kind.latent else 0.0
 
     def _gathered(self, parameters: int) -> float:
         return parameters * self.text.number_bytes * (1 - 1 / self.text.ring) / self._bandwidth
@@ -240,3 +327,8 @@ class _Times:
     def _sums(self, tokens: int) -> float:
         hidden = tokens * self.shape.hidden * self.text.number_bytes
         return 2 * 2 * (1 - 1 / self.text.tp) * hidden / self.device.bandwidth(self.text.tp)
+
+
+def _later(count: Callable[[int], float], held: int, more: int) -> float:
+    """Return what ``more`` tokens add to a count of the first."""
+    return count(held + more) - (count(held) if held else 0)

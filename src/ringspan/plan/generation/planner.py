@@ -28,11 +28,11 @@ class TextQuestion:
 
     def __post_init__(self) -> None:
         check_sizes(self)
-        if not self.shape.is_plain:
-            what = "of images" if self.shape.sees else "of states, experts or layers that differ"
+        if self.shape.sees or self.shape.has_states:
+            what = "images" if self.shape.sees else "states"
             raise UnsupportedError(
-                f"--model {self.shape.name}: a plan of generation counts caches of keys and values, not {what}; "
-                "plan its training, without --generate"
+                f"--model {self.shape.name}: a plan of generation counts what is kept of tokens, not {what}; plan its "
+                "training, without --generate"
             )
         if not self.device.memory_bandwidth:
             raise ConfigError(

@@ -31,8 +31,8 @@ def _kind(values: Mapping[str, Any]) -> LayerKind:
     scan = Scan(**values["scan"]) if "scan" in values else None
     if "index" in values:
         values = {**values, "index": Index(**values["index"])}
-    linears, kept = tuple(values.get("linears", (0, 0, 0))), tuple(Kept(*row) for row in values["kept"])
-    return LayerKind(**{**values, "kept": kept, "linears": linears, "scan": scan})
+    made = {name: tuple(values[name]) for name in ("linears", "experts") if name in values}
+    return LayerKind(**{**values, **made, "kept": tuple(Kept(*row) for row in values["kept"]), "scan": scan})
 
 
 # Configs of published models with their sources, and what ``reader`` counts of them: `python -m tests.plan.models`.

@@ -32,16 +32,21 @@ def _blocks(of: Any, token: int) -> Index:
     return Index(topk=of.topk_blocks, token=token, size=size, keys=size, scored=scored, key=of.head_dim, kept=kept)
 
 
-def _pools(of: Any, token: int, heads: int, size: int, topk: int) -> Index:
+def _pools(of: Any, token: int, heads: int, size: int, topk: int, inputs: int) -> Index:
     """Return an index of pools of ``size`` tokens; a query also attends to those after its last pool."""
     options = {"size": size, "keys": size, "others": (size - 1) / 2, "kept": topk * size + size - 1}
-    return Index(topk=topk, token=token, scored=round(heads * size * of.key_numbers), key=of.key_numbers, **options)
+    scored = round(heads * size * of.key_numbers)
+    return Index(topk=topk, token=token, scored=scored, key=of.key_numbers, tail=(size - 1, inputs), **options)
 
 
 def _entries(of: Any, window: int) -> Index:
     """Return the index of entries next to a window, if there is one; its keys travel with theirs."""
-    all_ = Index(topk=EVERYTHING, token=of.key_numbers, size=of.compress_rate, window=window)
-    if (index := getattr(of, "indexer", None)) is None:
+    size, index = of.compress_rate, getattr(of, "indexer", None)
+    parts = [part for part in (of, index) if part is not None]
+    numbers = sum(part.kv_proj.out_features + part.gate_proj.out_features for part in parts)
+    reach = size if index is None else 2 * size
+    all_ = Index(topk=EVERYTHING, token=of.key_numbers, size=size, window=window, tail=(reach - 1, numbers))
+    if index is None:
         return all_
     topk = index.index_topk
     return replace(all_, topk=topk, scored=index.num_heads * index.head_dim, kept=topk)
@@ -50,6 +55,10 @@ def _entries(of: Any, window: int) -> Index:
 # By what chooses in the place of transformers' index.
 _POOLED: Final[dict[type, Callable[[Any, int], Index]]] = {
     BlockIndex: _blocks,
-    PooledIndex: lambda of, token: _pools(of, token, of.index_n_heads, of.compress_ratio, of.block_topk),
-    GatedPools: lambda of, token: _pools(of, token, of.n_heads, of.index_kpool, of.index_topk // of.index_kpool),
+    PooledIndex: lambda of, token: _pools(
+        of, token, of.index_n_heads, of.compress_ratio, of.block_topk, 3 * of.index_head_dim
+    ),
+    GatedPools: lambda of, token: _pools(
+        of, token, of.n_heads, of.index_kpool, of.index_topk // of.index_kpool, 2 * of.head_dim
+    ),
 }

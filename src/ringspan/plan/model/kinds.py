@@ -58,8 +58,9 @@ class LayerKind:
     ``rotary`` of each key. ``channels`` are convolved with ``taps`` taps. ``mixed``: numbers per token
     that a recurrence or convolution keeps besides its result. ``linears``: number of linear layers, inputs plus
     outputs, weights. ``shared``: numbers per token that later layers are given, which checkpoints keep. With
-    ``chunks``, tokens attend in consecutive chunks of ``window``; with an ``index``, to what it chooses. A layer takes
-    ``streams`` hidden states of a token.
+    ``chunks``, tokens attend in consecutive chunks of ``window``; with an ``index``, to what it chooses. ``caches``:
+    keys and values that generation keeps, 0 without attention and of layers that take an earlier one's. A layer takes
+    ``streams`` hidden states of a token. ``experts``: their number and all their weights.
     """
 
     parameters: int
@@ -88,7 +89,37 @@ class LayerKind:
     frozen: int = 0
     packed: int = 0
     index: Index | None = None
+    caches: int = 1
     streams: int = 1
+    experts: tuple[int, int] = (0, 0)
+
+    @property
+    def cached(self) -> int:
+        """Numbers of a token that a cache keeps for attention, without an index's and without entries."""
+        if self.index and not self.index.window:
+            return self.caches * round(self.index.token)
+        return self.caches * (self.latent + self.rotary or self.kv_heads * (self.head_dim + self.value_dim))
+
+    @property
+    def compressed(self) -> int:
+        """Numbers of a latent that can stand for a token's keys and values, 0 if these are fewer."""
+        size = self.latent + self.rotary
+        return size if size < self.kv_heads * (self.head_dim + self.value_dim) else 0
+
+    @property
+    def expansion(self) -> int:
+        """Weights that turn a latent into keys and values."""
+        return self.latent * self.heads * (self.head_dim - self.rotary + self.value_dim)
+
+    @property
+    def idle(self) -> int:
+        """Weights of experts that a token is not sent to."""
+        return max(0, self.mixing + self.feedforward - self.matrices)
+
+    @property
+    def chosen(self) -> float:
+        """Share of the experts that a token is sent to."""
+        return 1 - self.idle / self.experts[1] if self.experts[1] else 0.0
 
     @property
     def trained(self) -> int:
@@ -130,6 +161,7 @@ class LayerKind:
             parameters=self.whole + (self.parameters - self.whole) // tp,
             frozen=self.frozen and self.whole + (self.frozen - self.whole) // tp,
             kept=(norm, heads.share(tp), feedforward_norm, feedforward.share(tp)),
+            experts=(self.experts[0], self.experts[1] // tp),
             **{name: getattr(self, name) // tp for name in sizes},
         )
 

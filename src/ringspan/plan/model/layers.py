@@ -77,6 +77,7 @@ class LayerRun:
     products: Counter[str] = field(default_factory=Counter)
     saved: list[_Saved] = field(default_factory=list)
     index: Index | None = None
+    times: int = 0
     input: int = 0
     inputs: list[_Saved] = field(default_factory=list)
     order: list[str] = field(default_factory=list)
@@ -279,7 +280,7 @@ def _hooked(
         return tree_map(lambda x: x.clone() if isinstance(x, Tensor) else x, made[number])
 
     def begin_layer(run: LayerRun, given: list[Tensor]) -> None:
-        run.input = given[0].numel() // _TOKENS
+        run.times, run.input = run.times + 1, given[0].numel() // _TOKENS
         watch.share(*given[1:])
         watch.switch("", run)
 

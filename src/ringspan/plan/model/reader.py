@@ -19,7 +19,7 @@ from ringspan.plan.model.layers import LayerRun, first_alike, kept_around, kept_
 from ringspan.plan.model.scans import scan_of
 from ringspan.plan.model.shapes import ModelShape
 from ringspan.torch.layers.decoder import LayerKind as Seen
-from ringspan.torch.layers.decoder import decoder_of, layer_kinds, layers_of, text_config
+from ringspan.torch.layers.decoder import cached_kinds, decoder_of, layer_kinds, layers_of, text_config
 from ringspan.torch.layers.positions import num_learned_positions, num_trained_positions
 from ringspan.torch.model.attention.indexed import choosing_modules
 from ringspan.torch.model.recurrent import stateful_modules
@@ -80,7 +80,8 @@ def decoder_values(model: PreTrainedModel, name: str) -> dict[str, Any]:
     # Some layers have several attentions, and some configs number the encoder's layers.
     sees = (len(layers) * layer_kinds(config))[: len(layers)]
     stacks = [path.rpartition(".")[0] for path in named]  # of which one may run more often
-    first = first_alike(layers, zip(sees, stacks, strict=True))
+    keeps = (len(layers) * cached_kinds(config))[: len(layers)]
+    first = first_alike(layers, zip(sees, keeps, stacks, strict=True))
     try:
         runs, outside = run_layers(model, decoder, layers, first)
     except UnsupportedError as error:
@@ -97,7 +98,7 @@ def decoder_values(model: PreTrainedModel, name: str) -> dict[str, Any]:
         if first[number] == number:
             whole = 0 if unsplit else sum(p.numel() for p in own if p not in split)
             facts = _Facts(layer, config.hidden_size, run, f"{name}: layer {number} of {kind}")
-            kinds.append(facts.kind(sees[number], whole))
+            kinds.append(facts.kind(sees[number], whole, keeps=keeps[number] is not None))
         else:
             kinds.append(kinds[first[number]])
         kinds[number] = replace(kinds[number], parameters=sum(p.numel() for p in own))
@@ -159,7 +160,9 @@ class _Facts:
         mixing = {*self.stateful.values(), *run.callers}
         self.mixers = {name for name, child in layer.named_children() if mixing & {*child.modules()}}
         inside = {id(p) for name in self.mixers for p in layer.get_submodule(name).parameters()}
-        self.rest = [p.numel() for p in layer.parameters() if p.ndim > 1 and id(p) not in inside]
+        outside = [p for p in layer.parameters() if p.ndim > 1 and id(p) not in inside]
+        self.rest, experts = [p.numel() for p in outside], [p for p in outside if p.ndim == 3]
+        self.experts = max((len(p) for p in experts), default=0), sum(p.numel() for p in experts)
         self.linears = [each for each in layer.modules() if isinstance(each, (nn.Linear, Conv1D))]
         called = {*run.linears, *(each for state in self.stateful.values() for each in state.modules())}
         idle = {id(each.weight) for each in self.linears if each not in called}  # Zamba's, for its other layers
@@ -168,7 +171,7 @@ class _Facts:
         weights = [(path, p) for path, p in layer.named_parameters() if p.ndim > 1 and not path.endswith("A_log")]
         self.mixing = sum(p.numel() for _, p in weights if id(p) in inside)
 
-    def kind(self, sees: Seen, whole: int) -> LayerKind:
+    def kind(self, sees: Seen, whole: int, *, keeps: bool) -> LayerKind:
         scan, channels, taps, mixed = None, 0, 0, 0
         for path, module in self.stateful.items():
             scan = scan_of(module, f"{self.where}, {path}")
@@ -198,7 +201,9 @@ class _Facts:
             kept=self._kept(),
             shared=self.run.shared,
             index=self.run.index,
+            caches=self.run.times * len({*self.run.callers}) if keeps else 0,
             streams=max(1, self.run.input // self.size),
+            experts=self.experts if used < sum(self.rest) else (0, 0),
             scan=scan,
             channels=channels,
             taps=taps,

@@ -101,13 +101,6 @@ class ModelShape:
     def streams(self) -> int:
         return max(kind.streams for kind in self.kinds)
 
-    @cached_property
-    def is_plain(self) -> bool:
-        """True for text without states or experts, whose layers differ in windows at most."""
-        is_dense = self.active_parameters == self.parameters and self.attention.head_dim == self.attention.value_dim
-        alike = len({replace(kind, window=None) for kind in self.kinds}) == 1
-        return is_dense and alike and not (self.has_states or self.sees or self.has_index)
-
     @property
     def placed_tokens(self) -> int:
         """Tokens of a sequence that stand for towers' embeddings."""
@@ -158,11 +151,6 @@ class ModelShape:
     def layer_parameters(self) -> int:
         return max(kind.parameters for kind in self.kinds)
 
-    @cached_property
-    def layer_matrix_parameters(self) -> int:
-        """Weights of the largest layer that every token is multiplied with."""
-        return max(kind.matrices for kind in self.kinds)
-
     @property
     def parameters(self) -> int:
         in_layers = sum(kind.parameters * count for kind, count in self.counted(self.layers).items())
@@ -189,6 +177,4 @@ class ModelShape:
     @property
     def active_parameters(self) -> int:
         """Parameters without those of experts that a token is not sent to."""
-        counts = self.counted(self.layers)
-        idle = sum(max(0, kind.mixing + kind.feedforward - kind.matrices) * count for kind, count in counts.items())
-        return self.parameters - idle
+        return self.parameters - sum(kind.idle * count for kind, count in self.counted(self.layers).items())

@@ -10,10 +10,8 @@ from typing import Final, NamedTuple
 import torch
 from torch import Tensor
 
-from ringspan.core.selection import position_bytes
+from ringspan.core.selection import SCORES_AT_ONCE, position_bytes
 
-_KEYS_AT_ONCE: Final = 2**23
-"""Scores of a chunk of queries."""
 _PRODUCTS_AT_ONCE: Final = 2**21
 """Products of all heads of the index before they are summed."""
 _NUMBERS_AT_ONCE: Final = 2**21
@@ -67,7 +65,7 @@ def choose(index: IndexInputs, first: Tensor, stop: Tensor) -> Tensor:
     """Return the columns (B, T, k), int32, that each query chooses of the keys [first, stop) (T,); -1 for none."""
     chosen = all_seen(first, stop, index.topk).repeat(len(index.q), 1, 1)
     counts = stop - first
-    for rows in _chunks(len(first), max(1, int(counts.max())), _KEYS_AT_ONCE, 128):
+    for rows in _chunks(len(first), max(1, int(counts.max())), SCORES_AT_ONCE, 128):
         if int(counts[rows].max()) <= index.topk:
             continue
         for row in range(len(index.q)):
@@ -170,7 +168,7 @@ def _alike(first: Tensor, each: int) -> Iterator[slice]:
     """Yield chunks of queries that see keys from the same one on."""
     at = 0
     for count in torch.unique_consecutive(first, return_counts=True)[1].tolist():
-        for rows in _chunks(count, each, _KEYS_AT_ONCE, 128):
+        for rows in _chunks(count, each, SCORES_AT_ONCE, 128):
             yield slice(at + rows.start, at + rows.stop)
         at += count
 
