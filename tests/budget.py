@@ -10,6 +10,7 @@ import pytest
 
 _BUDGETS: Final = Path(__file__).with_name("budget.toml")
 _BUSY: Final = 0.15  # the share of all cores that others may use on a quiet machine
+_LOST: Final = 0.03  # and the share that its host may give to other machines, all the while
 
 
 class Budget:
@@ -19,6 +20,7 @@ class Budget:
         self._limits: dict[str, float] = tomllib.loads(_BUDGETS.read_text())[tier]
         self._seconds: Counter[str] = Counter()
         self._is_quiet = is_quiet()
+        self._began = _ticks() if self._is_quiet else ()
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when == "call":
@@ -33,7 +35,9 @@ class Budget:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        self._is_quiet = self._is_quiet and is_quiet()
+        if self._began:
+            _, lost, taken = (late - early for early, late in zip(self._began, _ticks(), strict=True))
+            self._is_quiet = is_quiet() and lost <= _LOST * taken
         if self._over() and self._is_quiet and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
@@ -52,15 +56,16 @@ class Budget:
 def is_quiet() -> bool:
     """Return True if next to nothing else runs: read off /proc/stat for half a second; False without such a file."""
     try:
-        before = _busy_and_idle()
+        before = _ticks()
         time.sleep(0.5)
-        after = _busy_and_idle()
+        after = _ticks()
     except OSError:
         return False
-    busy, idle = (late - early for early, late in zip(before, after, strict=True))
-    return busy <= _BUSY * (busy + idle)
+    busy, _, taken = (late - early for early, late in zip(before, after, strict=True))
+    return busy <= _BUSY * taken
 
 
-def _busy_and_idle() -> tuple[int, int]:
-    user, nice, system, idle, wait, *_ = (int(x) for x in Path("/proc/stat").read_text().split("\n")[0].split()[1:])
-    return user + nice + system, idle + wait
+def _ticks() -> tuple[int, int, int]:
+    """Return ticks of all cores so far: those in use, those the host gave to other machines, and all."""
+    ticks = [int(x) for x in Path("/proc/stat").read_text().split("\n")[0].split()[1:9]]
+    return sum(ticks[:3]) + ticks[7], ticks[7], sum(ticks)

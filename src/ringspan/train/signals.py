@@ -26,10 +26,9 @@ class StopRequest:
     """
 
     def __init__(
-        self,
-        announce: Callable[[str], None] = lambda line: None,
+        self, announce: Callable[[str], None] = lambda line: None,
         abort: Callable[[], None] = lambda: os._exit(EXIT_ABORTED),
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.signal_name: str | None = None
         self._announce, self._abort = announce, abort
         self._previous: dict[signal.Signals, Any] = {}

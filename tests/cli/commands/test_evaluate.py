@@ -1,10 +1,5 @@
 """``ringspan eval``: its object, picture and page; a run that is killed and continues; refusals of one line."""
 
-import os
-import subprocess
-import sys
-from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,29 +13,6 @@ from tests.evaluate.models import save
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return save(tmp_path_factory.mktemp("models") / "tiny", max_position_embeddings=1024)
-
-
-def run(folder: Path, *arguments: Any, launcher: tuple[str, ...] = ("-m",)) -> subprocess.Popen[str]:
-    command = [sys.executable, *launcher, "ringspan", "eval", *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
-class Page(HTMLParser):
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[str] = []
-        self.titles: list[str] = []
-        self.feed(text)
-
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
-        self.tags.append(tag)
-
-    def handle_data(self, data: str) -> None:
-        if self.tags[-1:] == ["title"]:
-            self.titles.append(data)
 
 
 def test_models_that_lack_positions_are_named_before_evaluation(folder, tmp_path, monkeypatch, capsys):

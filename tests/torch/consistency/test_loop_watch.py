@@ -4,13 +4,15 @@ import os
 import re
 import threading
 import time
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch.distributed as dist
 
 import ringspan as rs
 from ringspan.core.errors import EXIT_PEER_LOST, EXIT_STALLED
-from ringspan.torch.consistency import loop_watch
+from ringspan.torch.consistency import loop_watch, watchdog
 from ringspan.torch.runtime.mesh import set_timeout
 from tests.cases import long
 from tests.ranks import ended
@@ -94,3 +96,17 @@ def test_by_default_torch_ends_and_a_line_names_who_is_missing(tmp_path):
     codes, errors = ended(tmp_path, loop, "by default", tmp_path)
     assert codes == [1, 0], errors  # that of torch's own error
     assert "ringspan: rank 0 lost an exchange in a forward pass; no word from rank 1\n" in errors[0], errors
+
+
+def test_a_job_that_is_stopped_and_continued_is_not_silent(monkeypatch, tmp_path):
+    """A minute in which no rank runs, as a scheduler suspends a job, and then a rank that stays silent."""
+    clock, named, steps = [0.0], [], iter([*[0.2] * 9, 60.0, *[0.2] * 99])
+    select = Mock(side_effect=lambda seconds: clock.append(clock[-1] + next(steps)) or [])
+    monkeypatch.setattr(watchdog, "time", SimpleNamespace(monotonic=lambda: clock[-1]))
+    monkeypatch.setattr(watchdog.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(watchdog.dist, "get_world_size", lambda: 2)
+    watch = watchdog.Watchdog(watchdog.Limits(silence_seconds=10), tmp_path, lambda code: named.append(clock[-1]))
+    watch._selector, watch._server = SimpleNamespace(select=select), Mock()
+    watch._places = {rank: watchdog.Place(changed=0.0, heard=0.0) for rank in range(2)}
+    watch._watch()
+    assert len(named) == 1 and 9 < named[0] - (60.0 - watchdog._PAUSE_SECONDS) < 11

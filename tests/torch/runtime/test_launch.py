@@ -1,6 +1,7 @@
 """Starting ranks: results in order, refusals and failures as one exception, and an end when told to stop."""
 
 import logging
+import multiprocessing
 import os
 import platform
 import resource
@@ -58,6 +59,15 @@ def kill_the_last():
     dist.barrier()
 
 
+def kill_the_last_unseen():
+    """The launcher has no time to look, and finds both ranks ended."""
+    if dist.get_rank() == 1:
+        pid = multiprocessing.parent_process().pid
+        subprocess.Popen(["sh", "-c", f"kill -STOP {pid}; sleep 1; kill -CONT {pid}"])
+        time.sleep(0.3)
+    kill_the_last()
+
+
 def end_the_last():
     os._exit(5) if dist.get_rank() == 1 else time.sleep(60)
 
@@ -109,6 +119,7 @@ def test_thrifty_ranks_give_memory_back(monkeypatch):
         (refuse_on_the_last, rs.ConfigError, "this value will not do", False),
         (fail_on_the_first, RuntimeError, "rank 0 failed", True),
         (kill_the_last, RankLost, "rank 1 failed: killed by SIGKILL", False),
+        (kill_the_last_unseen, RankLost, "rank 1 failed: killed by SIGKILL", False),
         (end_the_last, RuntimeError, r"rank 1 failed \(exit code 5\): see its output", False),
     ],
 )

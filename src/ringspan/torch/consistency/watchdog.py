@@ -56,10 +56,6 @@ class Place:
         self.patience_seconds = float(message["patience_seconds"])
         self.process = str(message["machine"]), int(message["pid"])
 
-    @property
-    def is_waiting(self) -> bool:
-        return self.patience_seconds < float("inf")
-
     def describe(self) -> str:
         hop = f", hop {self.hop}" if self.hop is not None else ""
         doing = f" ({self.doing})" if self.doing != "step" else ""
@@ -68,6 +64,7 @@ class Place:
 
 _MEASURED_STEPS: Final = 3
 _VERDICT_SECONDS: Final = 2.0  # how long a failed exchange waits to hear whose fault it was
+_PAUSE_SECONDS: Final = 1.0  # that a busy machine may keep the watching thread waiting
 _MAX_LINE_BYTES: Final = 1 << 16
 
 
@@ -142,9 +139,8 @@ class Watchdog:
             self._thread.join()
         for link in self._links:
             link.socket.close()
-        self._selector.close()
-        self._wake.close()
-        self._woken.close()
+        for each in (self._selector, self._wake, self._woken):
+            each.close()
 
     def step(self, step: int) -> None:
         now = time.monotonic()
@@ -210,7 +206,7 @@ class Watchdog:
         self._selector.register(link.socket, selectors.EVENT_READ, link)
 
     def _watch(self) -> None:
-        told = 0.0
+        told, looked = 0.0, time.monotonic()
         while not self._closing.is_set():
             for key, _ in self._selector.select(self._interval):
                 if key.data == "server":
@@ -218,6 +214,10 @@ class Watchdog:
                 elif isinstance(key.data, _Link):
                     self._receive(key.data)
             now = time.monotonic()
+            # Time in which this thread did not run, as in a job that was stopped and continued, is nobody's silence.
+            missed, looked = max(0.0, now - looked - self._interval - _PAUSE_SECONDS), now
+            for place in self._places.values():
+                place.changed, place.heard = place.changed + missed, place.heard + missed
             if now - told >= self._interval:
                 told = now
                 self._tell()
@@ -230,15 +230,10 @@ class Watchdog:
 
     def _tell(self) -> None:
         message = {
-            "rank": self._rank,
-            "count": (self._beats, COUNTERS.num_posts),
-            "step": self._step,
-            "hop": COUNTERS.hop,
-            "doing": self._doing,
-            "patience_seconds": self._patience_seconds,
-            "machine": self._machine,
+            "rank": self._rank, "count": (self._beats, COUNTERS.num_posts), "step": self._step, "hop": COUNTERS.hop,
+            "doing": self._doing, "patience_seconds": self._patience_seconds, "machine": self._machine,
             "pid": os.getpid(),
-        }
+        }  # fmt: skip
         self._places[self._rank].hear(message)
         for link in self._links:
             self._send(link, message)
@@ -301,13 +296,11 @@ class Watchdog:
     def _judge(self, now: float) -> None:
         """Judge all ranks on rank 0, elsewhere only whether rank 0 is heard."""
         for rank, left in self._left.items():
-            waiting = [p for p in self._places.values() if now - p.changed > self._leaving_seconds and p.is_waiting]
+            quiet = [p for p in self._places.values() if now - p.changed > self._leaving_seconds]
+            waiting = [p for p in quiet if math.isfinite(p.patience_seconds)]
             if waiting:
-                self._conclude(
-                    f"rank {rank} ended {left.describe()}, which others wait for {waiting[0].describe()}; make each "
-                    "call on every rank",
-                    EXIT_PEER_LOST,
-                )
+                how = f"ended {left.describe()}, which others wait for {waiting[0].describe()}"
+                self._conclude(f"rank {rank} {how}; make each call on every rank", EXIT_PEER_LOST)
                 return
         places = self._places if self._rank == 0 else {r: p for r, p in self._places.items() if r == 0}
         silence = self._config.silence_seconds
@@ -339,8 +332,7 @@ class Watchdog:
         self._finish(verdict, code)
 
     def _finish(self, verdict: str, code: int) -> None:
-        here = Place()
-        here.step, here.hop, here.doing = self._step, COUNTERS.hop, self._doing
+        here = Place(step=self._step, hop=COUNTERS.hop, doing=self._doing)
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         line = f"ringspan: {verdict}; rank {self._rank} ends {here.describe()}, exit code {code}"
         if self._folder is None:

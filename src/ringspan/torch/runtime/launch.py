@@ -1,5 +1,6 @@
 """Launching of ranks on one machine through torch elastic."""
 
+import fcntl
 import json
 import logging
 import multiprocessing
@@ -34,12 +35,12 @@ _RENDEZVOUS_BYTES: Final = 1 << 20
 _STOP: Final = "stop"
 MOST_RANKS: Final = 1024  # more processes than this on one machine is a slip of the keyboard
 _POLL_SECONDS: Final = 0.1  # how often elastic looks at the ranks
+_NOTICE_SECONDS: Final = 30.0  # in which elastic notices a rank that was killed
 _WAIT_SECONDS: Final = 10.0  # without a word for the other ranks of a job
 _LOGGERS: Final = (  # of how ranks ended
-    "torch.distributed.elastic.agent.server.api",
-    "torch.distributed.elastic.multiprocessing.api",
+    "torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.multiprocessing.api",
     "torch.multiprocessing.spawn",
-)
+)  # fmt: skip
 
 # Freed tensors go back to the system at once, in huge pages, which are nearly as quick to get as old memory. By itself
 # glibc keeps all of up to 32 MB, between small things that stay, for tensors that will not fit. It reads this at start.
@@ -86,20 +87,13 @@ def launch(
     are_forks = not is_thrifty and serve_forks(function.__module__)
     with tempfile.TemporaryDirectory(prefix="ringspan-") as folder:
         config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=num_ranks,
-            run_id=uuid.uuid4().hex,
-            rdzv_backend="c10d",
-            rdzv_endpoint=str(Path(folder, "rendezvous")),
-            rdzv_configs={"store_type": "file"},
-            start_method="forkserver" if are_forks else "spawn",
-            max_restarts=max_restarts,
+            min_nodes=1, max_nodes=1, nproc_per_node=num_ranks, max_restarts=max_restarts,
+            rdzv_backend="c10d", rdzv_endpoint=str(Path(folder, "rendezvous")), rdzv_configs={"store_type": "file"},
+            run_id=uuid.uuid4().hex, start_method="forkserver" if are_forks else "spawn",
             # Torch's own answer to a signal is to end the ranks after 30 s; SIGQUIT keeps that meaning.
             signals_to_handle="SIGQUIT" if forward_signals else "SIGTERM,SIGINT,SIGHUP,SIGQUIT",
-            monitor_interval=_POLL_SECONDS,
-            local_addr="localhost",
-        )
+            monitor_interval=_POLL_SECONDS, local_addr="localhost",
+        )  # fmt: skip
         try:
             with (
                 _without_refusals(Path(folder)),
@@ -129,13 +123,9 @@ def join(folder: str | None = None, *, timeout: timedelta | None = None) -> None
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     dist.init_process_group(
-        backend,
-        init_method=f"file://{folder}/ranks-{attempt}",
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=timedelta(minutes=10),
-        **_nccl(device),
-    )
+        backend, init_method=f"file://{folder}/ranks-{attempt}", rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]), timeout=timedelta(minutes=10), **_nccl(device),
+    )  # fmt: skip
 
 
 def _nccl(device: torch.device) -> dict[str, Any]:
@@ -240,6 +230,7 @@ def _work(function: Callable[..., Any], folder: str, threads: int, args: tuple[A
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     settle()
     torch.set_num_threads(threads)
+    fcntl.lockf(os.open(Path(folder, f"alive-{attempt}-{rank}"), os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)
     try:
         join(folder)
         return function(*args)
@@ -250,12 +241,30 @@ def _work(function: Callable[..., Any], folder: str, threads: int, args: tuple[A
             raise
         # Before the group is torn down, which makes the other ranks fail too; elastic may then hear of them only.
         record = [-int(attempt), time.monotonic(), rank, f"{type(error).__name__}: {error}"]
-        Path(folder, f"failure-{attempt}-{rank}.json").write_text(json.dumps(record))
-        time.sleep(2 * _POLL_SECONDS)  # if this is because another rank was killed, let that be seen first
+        note = Path(folder, f"failure-{attempt}-{rank}.json")
+        note.write_text(json.dumps(record))
+        # If this is because another rank died, let that be seen first, by a launcher that may be busy.
+        deadline = time.monotonic() + _NOTICE_SECONDS
+        time.sleep(2 * _POLL_SECONDS)
+        while _has_lost_a_rank(Path(folder), attempt, rank) and time.monotonic() < deadline:
+            note.unlink(missing_ok=True)
+            time.sleep(_POLL_SECONDS)
         raise
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def _has_lost_a_rank(folder: Path, attempt: str, rank: int) -> bool:
+    """Return whether another rank has died without leaving a note: the kernel has released its lock."""
+    for path in folder.glob(f"alive-{attempt}-*"):
+        other = path.name.rpartition("-")[2]
+        notes = folder / f"failure-{attempt}-{other}.json", folder / f"refusal-{other}.json"
+        if other != str(rank) and not any(map(Path.exists, notes)):
+            with path.open("r+") as file, suppress(OSError):
+                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return True
+    return False
 
 
 def _refusal(folder: Path) -> RingspanError | None:
