@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from ringspan.core.errors import PeerMismatch
 from ringspan.train import guard as guards
@@ -32,7 +33,10 @@ def steps_with_nan(mesh, config, poisoned_steps, value):
     def poison_and_measure(parameters):
         if step in poisoned_steps and dist.get_rank() == 2:
             parameter.grad.to_local().view(-1)[5] = value
-        return original(parameters)
+        with CommDebugMode() as exchanges:
+            total = original(parameters).full_tensor()
+        assert exchanges.get_total_counts() == 1, "the ranks sum up one norm, not one of each parameter"
+        return total
 
     jobs.gradient_norm = poison_and_measure
     try:

@@ -29,7 +29,7 @@ from ringspan.measure.machine import measure_flops, peak_bytes
 from ringspan.torch.data.batch import IGNORED, shard_batch
 from ringspan.torch.generate.cache.identity import digest_of
 from ringspan.torch.layers.decoder import decoder_of, text_config
-from ringspan.torch.layers.modules import whole
+from ringspan.torch.layers.modules import local_part, whole
 from ringspan.torch.layers.positions import beyond_table
 from ringspan.torch.memory.adamw import HostAdamW, RoundingAdamW
 from ringspan.torch.memory.checkpointing import choose_checkpoint
@@ -84,13 +84,15 @@ class Job:
             loss += float(output.loss.detach())
             index_loss += float(output.get("index_loss", 0.0))
         parameters = [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-        total = gradient_norm(parameters)
-        norm = float(whole(total))
+        total = whole(gradient_norm(parameters))
+        norm = float(total)
         # Judged before it is clipped: a factor of NaN would spoil every gradient, and hide the one that began it.
         verdict = guard.judge(step, loss, norm, self.model.named_parameters(), peak_bytes(self.device))
         if verdict.apply:
             if settings.clip_grad_norm:
-                torch.nn.utils.clip_grads_with_norm_(parameters, settings.clip_grad_norm, total)
+                factor = (settings.clip_grad_norm / (total + 1e-6)).clamp(max=1.0)
+                for parameter in parameters:
+                    local_part(parameter.grad).mul_(factor)
             self.optimizer.step()
         self.optimizer.zero_grad()
         seconds = time.perf_counter() - started
@@ -177,7 +179,7 @@ def _text(config: TrainConfig, model_config: PreTrainedConfig, kept: Path | None
 def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
     # What is summed over in bfloat16 has three digits, and misses what is small beside the rest.
     norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in parameters if p.grad is not None]
-    return torch.nn.utils.get_total_norm(norms)
+    return torch.linalg.vector_norm(torch.stack(norms))  # which ranks sum up once, not for each parameter
 
 
 class Batches:
@@ -190,7 +192,7 @@ class Batches:
         self._model: Any = base_of(model)
         self._shares = config.data.min_shared_tokens if config.data.shared_prefix else 0
         self._split: Any = {"layout": config.attention.layout, "folds": config.memory.folds, "device": device}
-        settings, replicate = config.optimizer, mesh["replicate"].size()
+        settings, replicate = config.optimizer, mesh.get_group("replicate").size()
         self._is_balanced = config.data.balance == "flops"
         self._order = BatchOrder(
             len(sequences), config.seed, settings.batch_size, settings.accumulation_steps, replicate
@@ -221,11 +223,11 @@ class Batches:
 
     def step(self, step: int) -> tuple[int, Iterator[dict[str, Tensor]]]:
         """Return a whole step's valid targets (from 1), and this rank's part of each micro-step."""
-        replica = self._mesh["replicate"].get_local_rank()
+        replica = self._mesh.get_local_rank("replicate")
         indices = self.indices(step)[:, replica]
         batches = [self._sequences.batch(some.tolist()) for some in indices]
         valid = torch.tensor(sum(int((b["shift_labels"] != IGNORED).sum()) for b in batches), device=self._device)
-        dist.all_reduce(valid, group=self._mesh["replicate"].get_group())
+        dist.all_reduce(valid, group=self._mesh.get_group("replicate"))
         return int(valid), map(self._part, batches)
 
     def _part(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -247,7 +249,7 @@ def learning_rate(step: int, steps: int, settings: OptimizerConfig) -> float:
 def evaluate(job: Job, sequences: Sequences) -> float:
     """Compute the loss over held-out sequences' valid targets; replicas without any join every exchange."""
     model, mesh, device = job.model.eval(), job.mesh, job.device
-    replicate, replica = mesh["replicate"].size(), mesh["replicate"].get_local_rank()
+    replicate, replica = mesh.get_group("replicate").size(), mesh.get_local_rank("replicate")
     count = min(len(sequences), job.config.evaluation.num_sequences)
     total, num_targets = 0.0, 0
     for first in range(0, count, replicate):
@@ -255,7 +257,7 @@ def evaluate(job: Job, sequences: Sequences) -> float:
         if first + replica >= count:
             batch["shift_labels"].fill_(IGNORED)
         valid = (batch["shift_labels"] != IGNORED).sum().to(device)
-        dist.all_reduce(valid, group=mesh["replicate"].get_group())
+        dist.all_reduce(valid, group=mesh.get_group("replicate"))
         split: Any = {"layout": job.config.attention.layout, "folds": job.config.memory.folds}
         part = shard_batch(batch, mesh, **split, device=device)
         total += float(model(**part, num_items_in_batch=1).loss)
