@@ -128,7 +128,7 @@ def takes_whole_batches(
         mix_in(base, WholeBatches, **about, forward=seen_as(plain, type(base).forward))
         for module in base.modules():
             if isinstance(module, FSDPModule):  # the mean over replicas, as of data parallelism
-                module.set_gradient_divide_factor(float(base.ring_mesh["replicate"].size()))
+                module.set_gradient_divide_factor(float(base.ring_mesh.get_group("replicate").size()))
     if fused is not None:
         base.ring_fused_forward = fused
     if autocast is not None:
@@ -206,7 +206,7 @@ def _counted(number: Any) -> int | None:
 
 def _of_replica(model: Any, loss: Tensor, *, is_counted: bool) -> Tensor:
     """Convert a loss to one whose mean over R replicas is right; FSDP divides by R, callers multiply a counted one."""
-    replicas = model.ring_mesh["replicate"].size()
+    replicas = model.ring_mesh.get_group("replicate").size()
     if replicas == 1:
         return loss
     value, gradient = (1 / replicas, 1) if is_counted else (1, replicas)
@@ -227,8 +227,8 @@ def _loss_of(model: Any, output: Any, targets: Tensor, count: int | None, of_tre
 
 def _everywhere(model: Any, numbers: Tensor) -> Tensor:
     for axis in ("ring", "replicate"):
-        if model.ring_mesh[axis].size() > 1:
-            dist.all_reduce(numbers, group=model.ring_mesh[axis].get_group())
+        if model.ring_mesh.get_group(axis).size() > 1:
+            dist.all_reduce(numbers, group=model.ring_mesh.get_group(axis))
     return numbers
 
 
@@ -329,5 +329,5 @@ def classified(model: RingModel, call: Callable[..., Any], kwargs: dict[str, Any
     else:
         loss = model.loss_function(logits, labels, model.config)
     if count is not None:
-        loss = loss / model.ring_mesh["replicate"].size()
+        loss = loss / model.ring_mesh.get_group("replicate").size()
     return type(output)(loss=loss, logits=logits)

@@ -27,7 +27,7 @@ _RUN: Final = "trainer"  # one folder holds one save, so there is nothing to tel
 def save_optimizer(folder: Path, model: PreTrainedModel, optimizer: Optimizer, step: int) -> None:
     """Write this rank's part of the optimizer state; raise CheckpointError on all ranks if one fails."""
     base: Any = base_of(model)
-    sizes = {name: base.ring_mesh[name].size() for name in base.ring_mesh.mesh_dim_names}
+    sizes = {name: base.ring_mesh.get_group(name).size() for name in base.ring_mesh.mesh_dim_names}
     with closing(Checkpoints(folder / FOLDER, run_id=_RUN, keep=1, asynchronous=False)) as checkpoints:
         state = {"groups": _settings(optimizer), "model": model_facts(model)}
         tensors = _state(model, optimizer)

@@ -33,12 +33,12 @@ class RingAccelerator(Accelerator):
     @property
     def num_processes(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Number of replicas."""
-        return self.ring_mesh["replicate"].size()
+        return self.ring_mesh.get_group("replicate").size()
 
     @property
     def process_index(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Index of this rank's replica."""
-        return self.ring_mesh["replicate"].get_local_rank()
+        return self.ring_mesh.get_local_rank("replicate")
 
     def prepare_model(
         self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
@@ -65,7 +65,7 @@ class RingAccelerator(Accelerator):
             return tensor
         tensor = (tensor[None] if tensor.ndim == 0 else tensor).contiguous()
         parts = [torch.empty_like(tensor) for _ in range(self.num_processes)]
-        dist.all_gather(parts, tensor, group=self.ring_mesh["replicate"].get_group())
+        dist.all_gather(parts, tensor, group=self.ring_mesh.get_group("replicate"))
         return torch.cat(parts)
 
     def reduce(self, tensor: object, reduction: str = "sum", scale: float = 1.0) -> object:
@@ -75,7 +75,7 @@ class RingAccelerator(Accelerator):
             total = tensor.clone()
             if reduction == "none":
                 return total
-            dist.all_reduce(total, group=self.ring_mesh["replicate"].get_group())
+            dist.all_reduce(total, group=self.ring_mesh.get_group("replicate"))
             return total * scale if reduction == "sum" else total * (scale / self.num_processes)
 
         return recursively_apply(one, tensor, error_on_other_type=True)
@@ -87,7 +87,7 @@ class RingAccelerator(Accelerator):
             if dim >= tensor.ndim or self.num_processes == 1:
                 return tensor
             size = torch.tensor(tensor.shape[dim], device=tensor.device)
-            dist.all_reduce(size, dist.ReduceOp.MAX, group=self.ring_mesh["replicate"].get_group())
+            dist.all_reduce(size, dist.ReduceOp.MAX, group=self.ring_mesh.get_group("replicate"))
             shape = list(tensor.shape)
             shape[dim] = int(size) - tensor.shape[dim]
             padding = tensor.new_full(shape, pad_index)

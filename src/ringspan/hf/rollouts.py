@@ -140,7 +140,7 @@ def of_first(thing: T, mesh: DeviceMesh) -> T:
 def rollout_of_replica(trainer: Any) -> Iterator[None]:
     """Put our gathers under accelerate's names that TRL calls, and keep random numbers equal in a ring."""
     accelerator, mesh = trainer.accelerator, trainer.ring_mesh
-    group = mesh["replicate"].get_group()
+    group = mesh.get_group("replicate")
 
     def tensors(tensor: Tensor) -> Tensor:
         return accelerator.gather(of_first(tensor, mesh))

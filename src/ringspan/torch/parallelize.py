@@ -211,7 +211,7 @@ def _attend_over_ring(parts: Parts, mesh: DeviceMesh, config: StepConfig) -> Non
     decoder, own = cast("Any", parts.view.decoder), parts.view.own_attention
     choosing = choosing_modules(decoder)
     kinds = layer_kinds(decoder.config)
-    ring = mesh["ring"].get_group()
+    ring = mesh.get_group("ring")
     implementation = register_attention(type(decoder).__name__, ring, kinds, config, is_indexed=bool(choosing))
     send_latents(latent_modules(decoder, mesh, config), config)
     take_over_index(decoder, choosing)

@@ -92,7 +92,7 @@ def _refuse_without_head(view: ModelView, mesh: DeviceMesh, config: StepConfig) 
 
 def _refuse_options(view: ModelView, mesh: DeviceMesh, config: StepConfig) -> None:
     model, decoder = view.model, view.decoder
-    axis, ring = tensor_axis(mesh), mesh["ring"].size()
+    axis, ring = tensor_axis(mesh), mesh.get_group("ring").size()
     tp = 1 if axis is None else axis.size()
     if axis is not None:
         refuse_split(model, tp)

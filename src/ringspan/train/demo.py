@@ -96,7 +96,7 @@ def prove(folder: str, options: DemoOptions, say: Say = lambda line: None) -> di
         "loss_one_process": float(expected.detach()),
         "loss_ring": float(loss.detach()),
         "loss_relative_difference": abs(float((loss - expected).detach() / expected.detach())),
-        "ranks": mesh["ring"].size(),
+        "ranks": mesh.get_group("ring").size(),
         "length": tokens.shape[1],
         "gradients": rows,
         "worst_error": {
@@ -168,7 +168,7 @@ def _held(options: DemoOptions) -> dict[str, Any]:
     batch = shard_batch({"input_ids": tokens, "labels": tokens}, mesh, layout=options.layout, device=local_device())
     held_activations(model, batch)  # FSDP makes its buffers in the model's first pass
     return {
-        "ring": mesh["ring"].size(),
+        "ring": mesh.get_group("ring").size(),
         "tokens_per_rank": batch["input_ids"].shape[1],
         "activation_bytes": held_activations(model, batch),
     }

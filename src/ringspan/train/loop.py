@@ -163,7 +163,7 @@ class _Run:
             if dist.get_rank() == 0:
                 from ringspan.report.profile_page import write_report
 
-                mesh = " x ".join(f"{axis} {self._job.mesh[axis].size()}" for axis in ("replicate", "ring"))
+                mesh = " x ".join(f"{axis} {self._job.mesh.get_group(axis).size()}" for axis in ("replicate", "ring"))
                 title = f"{self._config.run}: {self._config.data.sequence_length_tokens:,} tokens, {mesh}"
                 self._notice(f"profile  {write_report(profiles, self._profile, title)[0]}")
 
@@ -190,7 +190,7 @@ class _Run:
                 run_state(job.model, job.optimizer),
                 random_state(job.device) | own_state(job.optimizer),
                 state,
-                mesh={axis: job.mesh[axis].size() for axis in job.mesh.mesh_dim_names or ()},
+                mesh={axis: job.mesh.get_group(axis).size() for axis in job.mesh.mesh_dim_names or ()},
                 layout=self._config.attention.layout,
             )
             self._notice(error)

@@ -39,7 +39,7 @@ def test_blocks_are_sent_on_a_stream_of_high_priority(monkeypatch):
     assert told["backend"] == "nccl" and told["device_id"] == device
     assert told["pg_options"].is_high_priority_stream
 
-    made, met, axes = [], [], {"ring": SimpleNamespace(get_group=lambda: "group")}
+    made, met, axes = [], [], SimpleNamespace(get_group=lambda axis: "group")
     monkeypatch.setattr(dist, "get_backend", lambda: "nccl")
     monkeypatch.setattr(dist, "get_world_size", lambda: 8)
     monkeypatch.setattr(mesh, "init_device_mesh", lambda *_, **given: made.append([*given.values()]) or axes)

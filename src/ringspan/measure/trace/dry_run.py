@@ -58,7 +58,7 @@ def trace(config: PreTrainedConfig, setting: Setting, rank: int = 0) -> Trace:
     tracker = MemoryTracker(is_fake=True)
     with (
         fake_mesh(setting, rank, "cpu") as mesh,
-        transport_registered(mesh["ring"].get_group(), lambda signature: FakeTransport(Nobody(tracker.communicate))),
+        transport_registered(mesh.get_group("ring"), lambda signature: FakeTransport(Nobody(tracker.communicate))),
         ruled_by(cpu=_without_values(setting.on_gpu)),
         registered(_OneChunk()),
         real_meshes(),

@@ -99,7 +99,7 @@ def rehearse(
     arrivals = _MadeUp()
     with (
         dryrun.fake_mesh(setting, rank, device.type) as mesh,
-        transport_registered(mesh["ring"].get_group(), lambda signature: FakeTransport(arrivals)),
+        transport_registered(mesh.get_group("ring"), lambda signature: FakeTransport(arrivals)),
     ):
         doing(f"rehearsing rank {rank}: building the model")
         with made_on or nullcontext():

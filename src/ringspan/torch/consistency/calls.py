@@ -112,14 +112,13 @@ def _meet(mesh: DeviceMesh, call: Call, *, between_replicas: bool) -> tuple[int,
         return targets, []
     told = _tell(mesh, call, [axis for axis in mesh.mesh_dim_names or () if between_replicas or axis != "replicate"])
     if (error := _wrong(told, call)) is not None:
-        vars(error)[_TOLD] = between_replicas or mesh["replicate"].size() == 1
+        vars(error)[_TOLD] = between_replicas or mesh.get_group("replicate").size() == 1
         raise error
     return targets, told
 
 
 def _sum(mesh: DeviceMesh, axis: str, numbers: list[int]) -> list[int]:
-    names = mesh.mesh_dim_names or ()
-    if axis not in names or mesh.size(names.index(axis)) == 1:
+    if axis not in (mesh.mesh_dim_names or ()) or mesh.get_group(axis).size() == 1:
         return numbers
     total = torch.tensor(numbers, device=mesh.device_type)
     dist.all_reduce(total, group=mesh.get_group(axis))
@@ -147,7 +146,7 @@ class _Told(NamedTuple):
 
 
 def _tell(mesh: DeviceMesh, call: Call, axes: list[str]) -> list[_Told]:
-    replica = mesh["replicate"].get_local_rank()
+    replica = mesh.get_local_rank("replicate")
     # Only now, when something is wrong, do whole values travel: an ordinary call costs a few numbers.
     told = Call(call.name, call.alike, call.alike_in_ring, 0, _portable(call.error), call.said)
     return sorted(gather_over(mesh, _Told(dist.get_rank(), replica, told), axes), key=lambda one: one.rank)

@@ -31,7 +31,7 @@ _WORD: Final = "ringspan/failed exchange of rank"
 class LoopWatch:
     def __init__(self, mesh: DeviceMesh) -> None:
         # Before the process group's own time-out, which would end the ranks without saying who is missing.
-        self.patience_seconds = 0.8 * timeout_seconds(mesh["ring"].get_group(), torch.device(mesh.device_type))
+        self.patience_seconds = 0.8 * timeout_seconds(mesh.get_group("ring"), torch.device(mesh.device_type))
         # A rank may be silent as long as others may wait for it.
         limits = Limits(silence_seconds=self.patience_seconds)
         self._watchdog = Watchdog(limits, None, leaving_seconds=_LEAVING_SECONDS)
@@ -75,7 +75,7 @@ _watch: LoopWatch | None = None
 def watch_loop(mesh: DeviceMesh) -> None:
     """Start watching all ranks of the world, once per process; all ranks call it."""
     global _watch
-    group = mesh["ring"].get_group()
+    group = mesh.get_group("ring")
     # A mesh over a part of the world would take ranks for missing that have nothing to do with it.
     if _watch is None and 1 < dist.get_world_size() == mesh.size() and dist.get_backend(group) != "fake":
         _watch = LoopWatch(mesh)

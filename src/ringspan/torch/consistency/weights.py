@@ -29,7 +29,7 @@ def describe_weights(model: nn.Module) -> dict[str, str]:
 
 def check_finite(model: nn.Module, mesh: DeviceMesh) -> None:
     """Raise ConfigError, on the mesh's first rank, for NaN and infinity in its weights."""
-    if dist.get_backend(mesh["ring"].get_group()) != "fake" and dist.get_rank() == int(mesh.mesh.min()):
+    if dist.get_backend(mesh.get_group("ring")) != "fake" and dist.get_rank() == int(mesh.mesh.min()):
         refuse_not_finite(part for name, weight in model.named_parameters() for part in plain_parts(name, weight))
         buffers = ((name, x) for name, x in model.named_buffers() if x.is_floating_point())
         refuse_not_finite((name, x.masked_fill(x.isinf(), 0)) for name, x in buffers)  # limits may be infinite
@@ -38,7 +38,7 @@ def check_finite(model: nn.Module, mesh: DeviceMesh) -> None:
 @torch.no_grad()
 def share_weights(model: nn.Module, mesh: DeviceMesh) -> None:
     """Copy the first rank's values in place where ranks differ (by seeds); collective."""
-    if mesh.size() == 1 or dist.get_backend(mesh["ring"].get_group()) == "fake":
+    if mesh.size() == 1 or dist.get_backend(mesh.get_group("ring")) == "fake":
         return
     digests = {name: digest_values(tensor) for name, tensor in _tensors(model) if not tensor.is_meta}
     if len(set(gather_over(mesh, repr(digests)))) == 1:
@@ -68,5 +68,5 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def _broadcast(tensor: Tensor, mesh: DeviceMesh) -> None:
     message = tensor.to(mesh.device_type).contiguous()
     for axis in mesh.mesh_dim_names or ():
-        take_first(message, mesh[axis].get_group())
+        take_first(message, mesh.get_group(axis))
     tensor.copy_(message)

@@ -104,10 +104,10 @@ def shard_batch(
     counted = lengths
     if real is not None:
         lengths = behind_padding(real.cpu(), lengths, said_by)
-    ring = mesh["ring"]
+    ring = mesh.get_group("ring")
     if layout == "balanced" and lengths is None:  # said, since the layout depends on where the sequence ends
         lengths = torch.full((len(tokens), 1), tokens.shape[1])
-    split, rank = BatchLayout.of(layout, tokens.shape[1], ring.size(), lengths, folds), ring.get_local_rank()
+    split, rank = BatchLayout.of(layout, tokens.shape[1], ring.size(), lengths, folds), ring.rank()
     local = {
         "input_ids": split.shard(tokens, rank, value=FILLER),
         "position_ids": positions_of(split, rank, counted, len(tokens)).int(),

@@ -55,9 +55,9 @@ def sampler(
         seed: the same on every rank.
         drop_last: leave out an uneven rest; otherwise some first examples are seen twice.
     """
-    axis = ring_mesh(mesh)["replicate"]
+    replicas = ring_mesh(mesh).get_group("replicate")
     return RingSampler(
-        dataset, num_replicas=axis.size(), rank=axis.get_local_rank(), shuffle=shuffle, seed=seed, drop_last=drop_last
+        dataset, num_replicas=replicas.size(), rank=replicas.rank(), shuffle=shuffle, seed=seed, drop_last=drop_last
     )
 
 
@@ -83,14 +83,13 @@ def loader(
     for name in ("sampler", "batch_sampler", "generator"):
         if options.get(name) is not None:
             raise ConfigError(f"rs.loader makes its own {name}; use torch's DataLoader with rs.sampler(dataset, mesh)")
-    axis = ring_mesh(mesh)["replicate"]
-    replica = axis.get_local_rank()
-    options["generator"] = torch.Generator().manual_seed(seed * axis.size() + replica)
+    replicas = ring_mesh(mesh).get_group("replicate")
+    options["generator"] = torch.Generator().manual_seed(seed * replicas.size() + replicas.rank())
     options |= {"batch_size": batch_size, "drop_last": drop_last}
     if isinstance(dataset, IterableDataset):
         if shuffle:
             raise ConfigError("shuffle=True: an iterable data set has its own order; shuffle it where it is made")
-        return DataLoader(_Dealt(dataset, axis.size(), replica), **options)
+        return DataLoader(_Dealt(dataset, replicas.size(), replicas.rank()), **options)
     return DataLoader(
         dataset, sampler=sampler(dataset, mesh, shuffle=shuffle, seed=seed, drop_last=drop_last), **options
     )

@@ -131,12 +131,12 @@ def shard_tree(
     device: torch.device | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return this rank's part of a tree's tokens (1, S), with padding after the last segment, and its targets."""
-    ring, copies, longest = mesh["ring"], np.repeat(tree.leaves, tree.lengths), tree.longest
+    ring, copies, longest = mesh.get_group("ring"), np.repeat(tree.leaves, tree.lengths), tree.longest
     rest = tokens.shape[1] - len(copies)
     if rest:
         tree = Tree((*tree.lengths, rest), (*tree.parents, -1))
     lengths = torch.tensor([[*zip(*tree, strict=True)]])
-    split, rank = BatchLayout.of(layout, tokens.shape[1], ring.size(), lengths), ring.get_local_rank()
+    split, rank = BatchLayout.of(layout, tokens.shape[1], ring.size(), lengths), ring.rank()
     own = split.positions(rank)
     local = {
         "input_ids": split.shard(tokens, rank, value=FILLER),

@@ -65,7 +65,7 @@ def _numbers_on_ring(parameter: DTensor) -> int:
     count, mesh = parameter.numel(), parameter.device_mesh
     for axis, placement in zip(mesh.mesh_dim_names or (), parameter.placements, strict=True):
         if axis == "tp" and not placement.is_replicate():
-            count = -(-count // mesh[axis].size())
+            count = -(-count // mesh.get_group(axis).size())
     return count
 
 

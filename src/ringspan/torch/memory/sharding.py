@@ -35,7 +35,7 @@ def shard_weights(
     precision = MixedPrecisionPolicy(
         param_dtype=compute_dtype, reduce_dtype=torch.float64 if is_double else torch.float32
     )
-    axes = mesh["replicate", "ring"] if mesh["replicate"].size() > 1 else mesh["ring"]
+    axes = mesh["replicate", "ring"] if mesh.get_group("replicate").size() > 1 else mesh["ring"]
     for module in (*layers, model):
         fully_shard(module, mesh=axes, mp_policy=precision)
     Resting(layers, mesh)
@@ -85,7 +85,7 @@ class Resting:
     def _agree(self) -> None:
         awake = torch.tensor([*self._is_awake.values()], dtype=torch.int32, device=self._mesh.device_type)
         for axis in self._mesh.mesh_dim_names or ():
-            dist.all_reduce(awake, dist.ReduceOp.MAX, group=self._mesh[axis].get_group())
+            dist.all_reduce(awake, dist.ReduceOp.MAX, group=self._mesh.get_group(axis))
         for parameter, is_awake in zip(self._is_awake, awake.tolist(), strict=True):
             if not is_awake:
                 parameter.sharded_param.grad = None

@@ -187,7 +187,7 @@ def find_pass(model: RingModel, media: Media | None, tokens: int, lengths: Tenso
         return None
     own = {} if media is None else media.inputs
     inputs: dict[str, Inputs] = {each.name: each.cut.given(own) for each in kind.modalities if each.cut.pixels in own}
-    if model.ring_mesh["replicate"].size() > 1:
+    if model.ring_mesh.get_group("replicate").size() > 1:
         inputs = _with_replicas(model.ring_mesh, kind, inputs)
     if not inputs and (media is None or not kind.has_grid_positions):
         return None
@@ -199,9 +199,9 @@ def find_pass(model: RingModel, media: Media | None, tokens: int, lengths: Tenso
 def _with_replicas(mesh: DeviceMesh, kind: Kind, inputs: dict[str, Inputs]) -> dict[str, Inputs]:
     """Return each modality's inputs on any replica: its own, or the cheapest unit of another's."""
     total = torch.tensor([each.name in inputs for each in kind.modalities], dtype=torch.int64, device=mesh.device_type)
-    dist.all_reduce(total, group=mesh["replicate"].get_group())
+    dist.all_reduce(total, group=mesh.get_group("replicate"))
     for modality, replicas in zip(kind.modalities, total.tolist(), strict=True):
-        if replicas in (0, mesh["replicate"].size()):
+        if replicas in (0, mesh.get_group("replicate").size()):
             continue
         mine = None
         if modality.name in inputs:

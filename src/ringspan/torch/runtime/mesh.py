@@ -97,7 +97,7 @@ def make_mesh(device_type: str, replicate: int, ring: int, tp: int) -> DeviceMes
     take_timeout(mesh)
     flatten_weights(mesh)
     if dist.get_backend() == "nccl" and ring > 1:
-        _meet_neighbours(mesh["ring"].get_group(), device_type)
+        _meet_neighbours(mesh.get_group("ring"), device_type)
     return mesh
 
 
@@ -152,8 +152,8 @@ def tensor_axis(mesh: DeviceMesh) -> DeviceMesh | None:
 
 def text_groups(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
     """Return the groups of ranks that share or generate one text."""
-    axes = [mesh["ring"], tensor_axis(mesh)]
-    return [axis.get_group() for axis in axes if axis is not None and axis.size() > 1]
+    groups = [mesh.get_group(axis) for axis in AXES[1:] if axis in (mesh.mesh_dim_names or ())]
+    return [group for group in groups if group.size() > 1]
 
 
 def split_world(world_size: int, ring: int | None, replicate: int, tp: int = 1) -> tuple[int, int]:

@@ -25,7 +25,7 @@ def gather_over(mesh: DeviceMesh, thing: object, axes: Iterable[str] | None = No
     """Gather an object of each rank of a mesh, or along some axes, on every rank."""
     things = [thing]
     for axis in mesh.mesh_dim_names or () if axes is None else axes:
-        things = [one for part in gather(things, mesh[axis].get_group()) for one in part]
+        things = [one for part in gather(things, mesh.get_group(axis)) for one in part]
     return things
 
 

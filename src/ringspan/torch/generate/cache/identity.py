@@ -99,8 +99,8 @@ def digest_of(parameters: Sequence[Tensor], mesh: DeviceMesh) -> str:
         [_sums(parameter, mesh) for parameter in parameters], dtype=torch.int64, device=mesh.device_type
     )
     for axis in mesh.mesh_dim_names or ():
-        if mesh[axis].size() > 1:
-            dist.all_reduce(sums, group=mesh[axis].get_group())
+        if mesh.get_group(axis).size() > 1:
+            dist.all_reduce(sums, group=mesh.get_group(axis))
     sums &= (1 << _BITS) - 1
     facts = [
         (str(parameter.dtype), list(parameter.shape), row)
@@ -118,7 +118,7 @@ def _sums(parameter: Tensor, mesh: DeviceMesh) -> tuple[int, int]:
     is_split = isinstance(parameter, DTensor)
     # A mesh of fewer axes than the model's: along the others, all ranks have the same.
     names = (parameter.device_mesh.mesh_dim_names or ()) if is_split else ()
-    others = (mesh[axis].get_local_rank() for axis in mesh.mesh_dim_names or () if axis not in names)
+    others = (mesh.get_local_rank(axis) for axis in mesh.mesh_dim_names or () if axis not in names)
     if any(others) or (is_split and not is_first_copy(parameter)):
         return 0, 0
     local = local_part(parameter.detach()).contiguous().flatten()

@@ -90,7 +90,7 @@ def save(model: Any, cache: Any, folder: str | Path) -> None:
     weights = weights_digest(model)
     mesh = model.ring_mesh
     tp = _axis(mesh, "tp")
-    is_writer = mesh["replicate"].get_local_rank() == 0
+    is_writer = mesh.get_local_rank("replicate") == 0
     is_first = not any(mesh.get_coordinate() or ())
     _vote(model, "save_cache: make the folder", target, lambda: _make(scratch) if is_first else None)
     written: list[SavedShare] = []
@@ -139,7 +139,7 @@ def _vote(model: RingModel, name: str, folder: Path, work: Callable[[], dict[str
 
 
 def _axis(mesh: DeviceMesh, name: str) -> tuple[int, int]:
-    return (mesh[name].get_local_rank(), mesh[name].size()) if name in (mesh.mesh_dim_names or ()) else (0, 1)
+    return (mesh.get_local_rank(name), mesh.get_group(name).size()) if name in (mesh.mesh_dim_names or ()) else (0, 1)
 
 
 def _facts_to_save(model: Any, cache: Any, target: Path) -> dict[str, Any]:

@@ -41,7 +41,7 @@ class LatentAttention(Mixin):
 
 def latent_modules(decoder: nn.Module, mesh: DeviceMesh, config: StepConfig) -> list[nn.Module]:
     """Return the modules whose latents are to travel: on a route of keys and values, and fewer numbers than these."""
-    ranks = mesh["ring"].size()
+    ranks = mesh.get_group("ring").size()
     route = Route.parse("ring" if config.route == "auto" else config.route, ranks)
     if not sends_latents(config, route, ranks, has_tp=tensor_axis(mesh) is not None):
         return []

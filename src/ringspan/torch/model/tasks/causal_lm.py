@@ -261,7 +261,7 @@ def _refuse_head(model: RingModel, head: nn.Module, *, is_split: bool) -> None:
 
 
 def _groups(model: RingModel) -> list[dist.ProcessGroup]:
-    return [model.ring_mesh[axis].get_group() for axis in ("replicate", "ring")]
+    return [model.ring_mesh.get_group(axis) for axis in ("replicate", "ring")]
 
 
 def _output(auxiliary: Tensor | None, **values: Any) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:

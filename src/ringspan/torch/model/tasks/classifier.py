@@ -145,7 +145,7 @@ def _refuse_padding(model: RingModel, is_here: Tensor, real: Tensor | None) -> N
     of_padding = torch.zeros_like(is_here) if real is None else is_here & ~real
     found = torch.where(of_padding.any(1), torch.arange(1, len(is_here) + 1, device=is_here.device), 0).amax()
     for axis in ("ring", "replicate"):
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=model.ring_mesh[axis].get_group())
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=model.ring_mesh.get_group(axis))
     if row := int(found):
         raise _ends_in_padding(model, row - 1)
 

@@ -184,9 +184,8 @@ def shard_features(
         raise UnsupportedError(f"features must be tensors (batch, tokens, ...) of one batch and length, got {shapes}")
     if "position_ids" in features:
         raise UnsupportedError("position_ids are those of the layout; leave them out")
-    ring, length = mesh["ring"], next(iter(shapes.values()))[1]
-    split = Layout(layout, length, ring.size())
-    rank = ring.get_local_rank()
+    ring, length = mesh.get_group("ring"), next(iter(shapes.values()))[1]
+    split, rank = Layout(layout, length, ring.size()), ring.rank()
     found = {name: shard(tensor, split, rank, 1) for name, tensor in features.items()}
     device = next(iter(features.values())).device
     return found | {"position_ids": torch.from_numpy(split.positions(rank))[None].to(device)}
@@ -199,4 +198,4 @@ def global_sum(value: Tensor, mesh: DeviceMesh) -> Tensor:
     gradients, summed over ranks, equal one process's.
     """
     mesh = ring_mesh(mesh)
-    return watch_backward(Sum.apply(value, [mesh[axis].get_group() for axis in ("replicate", "ring")]))
+    return watch_backward(Sum.apply(value, [mesh.get_group(axis) for axis in ("replicate", "ring")]))
