@@ -132,9 +132,9 @@ def test_the_formula_is_within_10_percent_of_the_trace(kind, changes, options):
     assert formula.peak_bytes == pytest.approx(traced.total_bytes, rel=0.10)
 
 
-def held(mesh, kind, setting):
-    model, _, batch = prepare(models.build(kind, max_position_embeddings=8192), mesh, setting)
-    return [tracker.held_activations(model, batch) for _ in range(2)][1]  # FSDP makes its buffers in the first
+def held(mesh, config, setting):
+    model, _, batch = prepare(AutoModelForCausalLM.from_config(config).float(), mesh, setting)
+    return tracker.held_activations(model, batch)
 
 
 # Dense; experts; latent keys; experts with windows and sinks; windows; shared keys; chosen keys and shared choices.
@@ -143,30 +143,24 @@ KINDS = ["llama", "mixtral", "deepseek_v3", "gpt_oss", "gemma3_text", "gemma4_te
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_kind_keeps_what_is_planned(pool, kind):
-    shape = from_config(models.config(kind).to_dict(), kind)
+    config = models.config(kind, max_position_embeddings=512)
+    shape = from_config(config.to_dict(), kind)
     others = [("none", 0), ("full", 128)] if kind == "llama" else []  # neither depends on the kind
     for policy, norms in (("none", 128), ("attention", 128), *others):
-        setting = Setting(length=1024, ring=2, checkpoint=policy, norm_chunk_tokens=norms, on_gpu=False)
+        setting = Setting(length=512, ring=2, checkpoint=policy, norm_chunk_tokens=norms, on_gpu=False)
         planned = [held_bytes(shape, setting) + 4 * setting.tokens] * 2  # with int32 positions, while the decoder runs
-        assert pool.run(held, 2, kind, setting) == pytest.approx(planned, rel=1e-3)
+        assert pool.run(held, 2, config, setting) == pytest.approx(planned, rel=1e-3)
 
 
 WIDER = {"deepseek_v4": {"hidden_size": 512}}
-
-
-def held_with_checkpoints(mesh, kind, setting):
-    config = hybrid_config(kind, max_position_embeddings=8192, **WIDER.get(kind, {}))
-    model = AutoModelForCausalLM.from_config(config).float()
-    model, _, batch = prepare(model, mesh, setting)
-    return [tracker.held_activations(model, batch) for _ in range(2)][1]
 
 
 # States; convolutions; an index on pools, with n-grams; rotary tables in float32, of which each layer has a copy.
 @pytest.mark.parametrize(
     ("kind", "checkpoint", "length", "bound"),
     [
-        *((kind, "attention", 1024, 1e-3) for kind in ("qwen3_next", "lfm2")),
-        *((kind, "full", 1024, 1e-3) for kind in ("qwen4_exp_text", "dots3_note_text")),
+        *((kind, "attention", 512, 1e-3) for kind in ("qwen3_next", "lfm2")),
+        *((kind, "full", 512, 1e-3) for kind in ("qwen4_exp_text", "dots3_note_text")),
         # It also keeps 16 bytes of a token, of rotary tables, and float32 copies of the last streams' weights.
         *(("deepseek_v4", checkpoint, 256, 4e-3) for checkpoint in ("full", "attention")),
     ],
@@ -176,7 +170,7 @@ def test_checkpoints_let_go_of_what_is_made_again(pool, kind, checkpoint, length
     config = hybrid_config(kind, **WIDER.get(kind, {}))
     planned = held_bytes(from_config(config.to_dict(), kind), setting) + 4 * setting.tokens
     # The last rank's chunks lie side by side: one state less.
-    assert max(pool.run(held_with_checkpoints, 2, kind, setting)) == pytest.approx(planned, rel=bound)
+    assert max(pool.run(held, 2, config, setting)) == pytest.approx(planned, rel=bound)
 
 
 def held_in_folds(mesh, kind, setting):
@@ -194,7 +188,7 @@ def held_in_folds(mesh, kind, setting):
 def test_folds_keep_what_is_planned_between_passes(pool, kind):
     shape = from_config(models.config(kind).to_dict(), kind)
     checkpoint = "attention" if kind == "deepseek_v3" else "full"
-    setting = Setting(length=1024, ring=2, folds=4, checkpoint=checkpoint, on_gpu=False)
+    setting = Setting(length=512, ring=2, folds=4, checkpoint=checkpoint, on_gpu=False)
     each = per_token(shape.counted(shape.layers), setting)  # gradients come later
     planned = setting.fold.tokens * (3 * each.keys + 4 * each.results)
     assert pool.run(held_in_folds, 2, kind, setting) == pytest.approx([planned] * 2, rel=1e-3)

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from ringspan.core.messages.lines import few
-from ringspan.torch.transport.collectives import gather_over, take_first
+from ringspan.torch.consistency.calls import Call, hear_all
+from ringspan.torch.transport.collectives import take_first
 from ringspan.torch.transport.digest import digest_values
 from ringspan.torch.weights.loading import refuse_not_finite
 from ringspan.torch.weights.packed import plain_parts
@@ -41,9 +42,9 @@ def share_weights(model: nn.Module, mesh: DeviceMesh) -> None:
     if mesh.size() == 1 or dist.get_backend(mesh.get_group("ring")) == "fake":
         return
     digests = {name: digest_values(tensor) for name, tensor in _tensors(model) if not tensor.is_meta}
-    if len(set(gather_over(mesh, repr(digests)))) == 1:
+    everyone = hear_all(mesh, Call("comparing the weights", said=digests))
+    if len(everyone) == 1:
         return
-    everyone = gather_over(mesh, digests)
     different = [name for name, digest in digests.items() if any(one[name] != digest for one in everyone)]
     tensors = dict(_tensors(model))
     for name in different:
