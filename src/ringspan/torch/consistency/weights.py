@@ -42,8 +42,7 @@ def share_weights(model: nn.Module, mesh: DeviceMesh) -> None:
     if mesh.size() == 1 or dist.get_backend(mesh.get_group("ring")) == "fake":
         return
     digests = {name: digest_values(tensor) for name, tensor in _tensors(model) if not tensor.is_meta}
-    everyone = hear_all(mesh, Call("comparing the weights", said=digests))
-    if len(everyone) == 1:
+    if len(everyone := hear_all(mesh, Call("comparing the weights", said=digests))) == 1:
         return
     different = [name for name, digest in digests.items() if any(one[name] != digest for one in everyone)]
     tensors = dict(_tensors(model))
