@@ -30,20 +30,21 @@ from tests.torch import models
 SIZES = {"hidden_size": 128, "intermediate_size": 320, "vocab_size": 501, "max_position_embeddings": 8192}
 HAS_MALLINFO = sys.platform == "linux" and hasattr(ctypes.CDLL(None), "mallinfo2")
 
+DTYPES = [
+    {"compute_dtype": "float32"},
+    {"compute_dtype": "bfloat16"},
+    {"compute_dtype": "bfloat16", "parameter_dtype": "bfloat16"},
+]
 MEASURED = [
-    *long(("llama", {"length": 900, "ring": 1, "checkpoint": "none", "compute_dtype": "bfloat16"})),
     (
         "qwen3",
         {"length": 2302, "ring": 2, "checkpoint": "full", "layers_per_checkpoint": 2, "compute_dtype": "float32"}
         | {"layout": "striped"},
     ),
-    *long(("llama-tied", {"length": 1500, "ring": 2, "checkpoint": "none", "compute_dtype": "bfloat16", "batch": 2})),
     *long(
-        (
-            "qwen3",
-            {"length": 1300, "ring": 1, "checkpoint": "full"}
-            | {"compute_dtype": "bfloat16", "parameter_dtype": "bfloat16"},
-        ),
+        ("llama", {"length": 900, "ring": 1, "checkpoint": "none", "compute_dtype": "bfloat16"}),
+        ("llama-tied", {"length": 1500, "ring": 2, "checkpoint": "none", "compute_dtype": "bfloat16", "batch": 2}),
+        ("qwen3", {"length": 1300, "ring": 1, "checkpoint": "full"} | DTYPES[2]),
         ("llama", {"length": 4004, "ring": 4, "checkpoint": "attention", "compute_dtype": "float32"}),
     ),
 ]
@@ -66,19 +67,19 @@ WIDE = {"hidden_size": 512, "intermediate_size": 1400, "vocab_size": 2000, "max_
 THIN = {"intermediate_size": 256, "num_attention_heads": 8, "num_key_value_heads": 8}
 SHARED = {"intermediate_size": 256}
 DEEP = {"num_hidden_layers": 6}
+CUT = {"feedforward_chunk_tokens": 512}
 BLOCKS = {"length": 16_384, "ring": 4, "loss_chunk_tokens": 4096, "loss_chunk_vocabulary": 16_000}
 ROUTES = ["ring", "bidirectional", "double-ring:2", "all-gather", "pass-q", "ulysses:2", "ulysses"]
-DTYPES = [
-    {"compute_dtype": "float32"},
-    {"compute_dtype": "bfloat16"},
-    {"compute_dtype": "bfloat16", "parameter_dtype": "bfloat16"},
-]
 
 
 @pytest.mark.parametrize(
     ("kind", "changes", "options"),
     [
         ("llama", {}, {"length": 32_768, "ring": 4, "checkpoint": "attention"}),
+        ("llama", SHARED, {"length": 1024, "ring": 4, "checkpoint": "full", "layout": "contiguous"}),
+        ("llama", SHARED, {"length": 16_384, "ring": 4, "checkpoint": "full", "route": "ulysses"}),
+        ("llama", DEEP, {"length": 16_384, "ring": 2, "offload": "activations", "layers_per_checkpoint": 2}),
+        ("llama", {}, {"length": 16_384, "ring": 2, "tp": 2, "checkpoint": "full", "compute_dtype": "float32"}),
         *long(
             ("llama", {}, {"length": 32_768, "ring": 4, "checkpoint": "full", "compute_dtype": "float32"}),
             ("llama", {"vocab_size": 64_000}, {"length": 4096, "ring": 2, "checkpoint": "attention"}),
@@ -86,43 +87,20 @@ DTYPES = [
             ("llama", {"num_key_value_heads": 4}, {"length": 8192, "checkpoint": "attention", "batch": 2}),
             ("qwen3", {"head_dim": 64}, {"length": 16_384, "ring": 2, "replicate": 2, "checkpoint": "full"}),
             ("qwen2", {}, {"length": 65_536, "ring": 8, "checkpoint": "attention", "parameter_dtype": "bfloat16"}),
-        ),
-        (
-            "llama",
-            {"intermediate_size": 256},
-            {"length": 1024, "ring": 4, "checkpoint": "full", "layout": "contiguous"},
-        ),
-        ("llama", SHARED, {"length": 16_384, "ring": 4, "checkpoint": "full", "route": "ulysses"}),
-        *long(
             ("llama", {}, {"length": 16_384, "ring": 2, "feedforward_chunk_tokens": 1024}),
             ("llama", DEEP, {"length": 16_384, "ring": 2, "offload": "activations"}),
-        ),
-        ("llama", DEEP, {"length": 16_384, "ring": 2, "offload": "activations", "layers_per_checkpoint": 2}),
-        *long(
-            (
-                "qwen3",
-                DEEP,
-                {"length": 8192, "checkpoint": "full", "offload": "activations", "feedforward_chunk_tokens": 512},
-            )
-        ),
-        ("llama", {}, {"length": 16_384, "ring": 2, "tp": 2, "checkpoint": "full", "compute_dtype": "float32"}),
-        *long(
+            ("qwen3", DEEP, {"length": 8192, "checkpoint": "full", "offload": "activations"} | CUT),
             ("qwen3", {"head_dim": 64}, {"length": 16_384, "ring": 2, "tp": 2, "feedforward_chunk_tokens": 1024}),
             ("llama", {}, {"length": 16_384, "ring": 2, "tp": 2, "route": "ulysses"}),
-        ),
-        *long(*(("llama", {"vocab_size": 64_000}, {"length": 1024, "ring": 4} | types) for types in DTYPES)),
-        *long(
+            *(("llama", {"vocab_size": 64_000}, {"length": 1024, "ring": 4} | types) for types in DTYPES),
             ("llama-tied", {"vocab_size": 64_000}, {"length": 1024, "ring": 4, "compute_dtype": "float32"}),
             ("llama", {"vocab_size": 64_000}, {"length": 1024, "ring": 4, "optimizer_on_host": True}),
-        ),
-        *long(*(("llama", {"vocab_size": 64_000}, BLOCKS | types) for types in DTYPES)),
-        *long(
+            *(("llama", {"vocab_size": 64_000}, BLOCKS | types) for types in DTYPES),
             *(
                 ("llama", THIN, {"length": 65_536, "ring": 8, "compute_dtype": "float32", "comm_dtype": comm_dtype})
-                for comm_dtype in ("exact", "bfloat16")
-            )
+                for comm_dtype in ("exact", "bfloat16", "int8")
+            ),
         ),
-        *long(("llama", THIN, {"length": 65_536, "ring": 8, "compute_dtype": "float32", "comm_dtype": "int8"})),
     ],
 )
 def test_the_formula_is_within_10_percent_of_the_trace(kind, changes, options):
