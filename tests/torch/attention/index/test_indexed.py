@@ -33,7 +33,7 @@ HEADS, SIZE, VALUES, SCALE, BATCH = 3, 8, slice(0, 5), 0.5, 2
 def small_chunks():
     """Several of queries, and several of keys, in each test."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in (("_KEYS_AT_ONCE", 130), ("_PRODUCTS_AT_ONCE", 64), ("_NUMBERS_AT_ONCE", 200)):
+        for name, value in (("SCORES_AT_ONCE", 130), ("_PRODUCTS_AT_ONCE", 64), ("_NUMBERS_AT_ONCE", 200)):
             patch.setattr(chosen, name, value)
         yield
 
