@@ -146,8 +146,17 @@ def test_other_dtypes_choose_alike_and_sum_in_float32(dtype, limit):
 
 def test_scores_are_ordered_and_equal_ones_by_position():
     scores = torch.tensor([0.0, -0.0, -torch.inf, 2.5, -1e-45, 1e-45, 2.5, torch.inf])
-    order = chosen.ordered(scores, torch.arange(len(scores)))
-    assert order.argsort(descending=True).tolist() == [7, 3, 6, 5, 0, 1, 4, 2]
+    assert chosen.ordered(scores, torch.arange(8)).argsort(descending=True).tolist() == [7, 3, 6, 5, 0, 1, 4, 2]
+
+
+def test_autocast_leaves_choices_alone():
+    q, k, weights = (torch.rand(2, 40, *sizes) - 0.5 for sizes in ((HEADS, SIZE), (SIZE,), (HEADS,)))
+    index, blocks, found = chosen.IndexInputs(q, k, weights, 1.0, 5), chosen.Blocks(4, 3, 1), []
+    seen = torch.zeros(40, dtype=torch.int32), torch.arange(1, 41, dtype=torch.int32)
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            found += [chosen.choose(index, *seen), chosen.choose_blocks(q, k, *seen, blocks)]
+    assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[3])
 
 
 def test_queries_see_a_range_of_keys_and_odd_masks_raise():
@@ -168,8 +177,7 @@ def key_gradients(mesh, dtype):
         entries = fetched(pooled, windows.entries, group, is_wide=True)
         far = chosen.all_seen(windows.first, windows.stop, windows.most)
         asked: Any = SimpleNamespace(scale=SCALE, sinks=None)
-        module = SimpleNamespace(sliding_window=40)
-        out = Entries([(rows, row, entries, far)]).attend(module, (q, k, k), asked)
+        out = Entries([(rows, row, entries, far)]).attend(SimpleNamespace(sliding_window=40), (q, k, k), asked)
         made = torch.autograd.grad(out, (k, pooled), q.transpose(1, 2).detach())
     return torch.cat((made[0], made[1][:, None]), -1)
 

@@ -116,7 +116,8 @@ def choose_blocks_of_cache(turn: Turn, reach: Reach, q: Tensor, k: Tensor, block
         return torch.cat([_blocks_of_fetched(turn, *part, blocks) for part in parts])
     _, sees = _share(reach, turn.queries, turn.rank, q.device)
     numbers, seen = (x.expand(len(q), -1) for x in _numbers(reach, turn.queries, turn.rank, q.device))
-    products = torch.einsum("bthd,bmd->bthm", q.float(), k.float()).masked_fill_(~sees[:, :, None], -torch.inf)
+    with torch.autocast(q.device.type, enabled=False):
+        products = torch.einsum("bthd,bmd->bthm", q.float(), k.float()).masked_fill_(~sees[:, :, None], -torch.inf)
     scores = products.new_full((*products.shape[:-1], 1 + int(seen.max()) // blocks.size), -torch.inf)
     of_blocks = (numbers // blocks.size).clamp(max=scores.shape[-1] - 1)[:, None, None].expand_as(products)
     scores.scatter_reduce_(-1, of_blocks, products, "amax")

@@ -156,7 +156,8 @@ def choose_blocks(q: Tensor, k: Tensor, first: Tensor, stop: Tensor, blocks: Blo
         begin, end = int(first[rows.start]), int(stop[rows].max())
         seen = (stop[rows] - begin).long()[:, None, None]
         for row in range(len(q) if end > begin else 0):
-            scores = torch.einsum("thd,nd->thn", q[row, rows].float(), k[row, begin:end].float())
+            with torch.autocast(q.device.type, enabled=False):  # of whose products many are equal
+                scores = torch.einsum("thd,nd->thn", q[row, rows].float(), k[row, begin:end].float())
             scores.masked_fill_(torch.arange(end - begin, device=q.device) >= seen, -torch.inf)
             scores = torch.nn.functional.pad(scores, (0, -scores.shape[-1] % size), value=-torch.inf)
             keys = blocks.best(scores.unflatten(-1, (-1, size)).amax(-1), seen)
@@ -174,12 +175,13 @@ def _alike(first: Tensor, each: int) -> Iterator[slice]:
 
 
 def _scores(q: Tensor, k: Tensor, weights: Tensor, scale: float) -> Tensor:
-    """Return scores (c, n), in tiles of keys to save memory."""
+    """Return scores (c, n) in float32, under autocast too; in tiles of keys to save memory."""
     tokens, heads, size = q.shape
     scores = q.new_empty(tokens, len(k))
-    for keys in _chunks(len(k), tokens * heads, _PRODUCTS_AT_ONCE, len(k)):
-        products = (q.reshape(-1, size) @ k[keys].float().T).view(tokens, heads, -1).mul_(scale).relu_()
-        scores[:, keys] = torch.bmm(weights[:, None].float(), products)[:, 0]
+    with torch.autocast(q.device.type, enabled=False):
+        for keys in _chunks(len(k), tokens * heads, _PRODUCTS_AT_ONCE, len(k)):
+            products = (q.reshape(-1, size) @ k[keys].float().T).view(tokens, heads, -1).mul_(scale).relu_()
+            scores[:, keys] = torch.bmm(weights[:, None].float(), products)[:, 0]
     return scores
 
 

@@ -290,7 +290,7 @@ class Entries(Choice):
         self.rows = rows
 
     def attend(self, module: Any, qkv: tuple[Tensor, Tensor, Tensor], asked: Asked | AskedOfCache) -> Tensor:
-        q, k, _ = qkv
+        q, k, _ = in_autocast(*qkv)
         outs: list[Any] = []
         for part, row, entries, chosen in self.rows:
             fetch, near = before(row, module.sliding_window)
