@@ -37,7 +37,10 @@ def model_with_zero_experts(num_chosen: int, *, is_adapted: bool):
 
 def trained(mesh, num_chosen, options, is_adapted):
     model = rs.parallelize(model_with_zero_experts(num_chosen, is_adapted=is_adapted), mesh, **options)
+    inner = model.get_base_model() if is_adapted else model
+    inner.set_requires_gradient_sync(options["checkpoint"] == "full")  # as accelerate does while it accumulates
     step(model, mesh)
+    inner.set_requires_gradient_sync(True)
     return step(model, mesh)
 
 

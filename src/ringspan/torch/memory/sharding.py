@@ -86,9 +86,9 @@ class Resting:
         awake = torch.tensor([*self._is_awake.values()], dtype=torch.int32, device=self._mesh.device_type)
         for axis in self._mesh.mesh_dim_names or ():
             dist.all_reduce(awake, dist.ReduceOp.MAX, group=self._mesh.get_group(axis))
-        for parameter, is_awake in zip(self._is_awake, awake.tolist(), strict=True):
-            if not is_awake:
-                parameter.sharded_param.grad = None
+        for each, is_awake in zip(self._is_awake, awake.tolist(), strict=True):
+            if not is_awake:  # the last two hold zeros that are not summed over ranks yet (accumulation)
+                each.sharded_param.grad = each._unsharded_param.grad = each.unsharded_accumulated_grad = None
         self._is_awake, self._is_agreeing = dict.fromkeys(self._is_awake, False), False
 
 
