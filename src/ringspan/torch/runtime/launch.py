@@ -230,7 +230,8 @@ def _work(function: Callable[..., Any], folder: str, threads: int, args: tuple[A
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     settle()
     torch.set_num_threads(threads)
-    fcntl.lockf(os.open(Path(folder, f"alive-{attempt}-{rank}"), os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)
+    alive = Path(folder, f"alive-{attempt}-{rank}")
+    fcntl.lockf(os.open(alive, os.O_RDWR | os.O_CREAT), fcntl.LOCK_EX)
     try:
         join(folder)
         return function(*args)
@@ -246,24 +247,22 @@ def _work(function: Callable[..., Any], folder: str, threads: int, args: tuple[A
         # If this is because another rank died, let that be seen first, by a launcher that may be busy.
         deadline = time.monotonic() + _NOTICE_SECONDS
         time.sleep(2 * _POLL_SECONDS)
-        while _has_lost_a_rank(Path(folder), attempt, rank) and time.monotonic() < deadline:
+        while _has_lost_a_rank(alive) and time.monotonic() < deadline:
             note.unlink(missing_ok=True)
             time.sleep(_POLL_SECONDS)
         raise
     finally:
+        alive.unlink(missing_ok=True)  # a rank that could say how it ends is not lost
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
-def _has_lost_a_rank(folder: Path, attempt: str, rank: int) -> bool:
-    """Return whether another rank has died without leaving a note: the kernel has released its lock."""
-    for path in folder.glob(f"alive-{attempt}-*"):
-        other = path.name.rpartition("-")[2]
-        notes = folder / f"failure-{attempt}-{other}.json", folder / f"refusal-{other}.json"
-        if other != str(rank) and not any(map(Path.exists, notes)):
-            with path.open("r+") as file, suppress(OSError):
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return True
+def _has_lost_a_rank(alive: Path) -> bool:
+    """Return whether another rank died without a word: its file is there, and the kernel has released its lock."""
+    for other in {*alive.parent.glob(f"{alive.name.rpartition('-')[0]}-*")} - {alive}:
+        with suppress(OSError), other.open("r+") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
     return False
 
 
