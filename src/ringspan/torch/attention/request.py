@@ -2,6 +2,7 @@
 
 import logging
 import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -115,6 +116,11 @@ def in_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     dtype = torch.get_autocast_dtype(kind)
     return tuple(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
+def without_autocast(x: Tensor) -> AbstractContextManager[object]:
+    """Return a context in which autocast of a tensor's device, if it has one, rounds nothing."""
+    return torch.autocast(x.device.type, enabled=False) if x.device.type in _HAVE_AUTOCAST else nullcontext()
 
 
 def _choose(layout: Layout, keys: Layout, mask: Mask, q: Tensor, k: Tensor, v: Tensor, comm_dtype: str) -> str:

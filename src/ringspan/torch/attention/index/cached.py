@@ -18,7 +18,7 @@ from ringspan.torch.attention.cached import Reach, Turn, merged
 from ringspan.torch.attention.index.chosen import Blocks, IndexInputs, attend, candidates, choose_blocks, first_of
 from ringspan.torch.attention.index.indexed import attend_fetched
 from ringspan.torch.attention.index.windows import Row, passing_tokens, visible
-from ringspan.torch.attention.request import Request
+from ringspan.torch.attention.request import Request, without_autocast
 from ringspan.torch.transport.agreement import one_at_a_time
 
 
@@ -33,8 +33,7 @@ def attend_to_cache(
     """
     if index is not None:
         index = index._replace(topk=min(index.topk, reach.keys.length))
-    attend_here = _fetching if _fetches(turn) else _merging
-    return attend_here(turn, reach, q, kv, index, chosen, values, scale, sinks)
+    return (_fetching if _fetches(turn) else _merging)(turn, reach, q, kv, index, chosen, values, scale, sinks)
 
 
 def _fetches(turn: Turn) -> bool:
@@ -116,7 +115,7 @@ def choose_blocks_of_cache(turn: Turn, reach: Reach, q: Tensor, k: Tensor, block
         return torch.cat([_blocks_of_fetched(turn, *part, blocks) for part in parts])
     _, sees = _share(reach, turn.queries, turn.rank, q.device)
     numbers, seen = (x.expand(len(q), -1) for x in _numbers(reach, turn.queries, turn.rank, q.device))
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         products = torch.einsum("bthd,bmd->bthm", q.float(), k.float()).masked_fill_(~sees[:, :, None], -torch.inf)
     scores = products.new_full((*products.shape[:-1], 1 + int(seen.max()) // blocks.size), -torch.inf)
     of_blocks = (numbers // blocks.size).clamp(max=scores.shape[-1] - 1)[:, None, None].expand_as(products)

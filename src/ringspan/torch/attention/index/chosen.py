@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ringspan.core.selection import SCORES_AT_ONCE, position_bytes
+from ringspan.torch.attention.request import without_autocast
 
 _PRODUCTS_AT_ONCE: Final = 2**21
 """Products of all heads of the index before they are summed."""
@@ -66,9 +67,7 @@ def choose(index: IndexInputs, first: Tensor, stop: Tensor) -> Tensor:
     chosen = all_seen(first, stop, index.topk).repeat(len(index.q), 1, 1)
     counts = stop - first
     for rows in _chunks(len(first), max(1, int(counts.max())), SCORES_AT_ONCE, 128):
-        if int(counts[rows].max()) <= index.topk:
-            continue
-        for row in range(len(index.q)):
+        for row in range(len(index.q) if int(counts[rows].max()) > index.topk else 0):
             chosen[row, rows] = _best(index, row, rows, first[rows], stop[rows]).to(torch.int32)
     return chosen
 
@@ -156,7 +155,7 @@ def choose_blocks(q: Tensor, k: Tensor, first: Tensor, stop: Tensor, blocks: Blo
         begin, end = int(first[rows.start]), int(stop[rows].max())
         seen = (stop[rows] - begin).long()[:, None, None]
         for row in range(len(q) if end > begin else 0):
-            with torch.autocast(q.device.type, enabled=False):  # of whose products many are equal
+            with without_autocast(q):  # of whose products many are equal
                 scores = torch.einsum("thd,nd->thn", q[row, rows].float(), k[row, begin:end].float())
             scores.masked_fill_(torch.arange(end - begin, device=q.device) >= seen, -torch.inf)
             scores = torch.nn.functional.pad(scores, (0, -scores.shape[-1] % size), value=-torch.inf)
@@ -178,7 +177,7 @@ def _scores(q: Tensor, k: Tensor, weights: Tensor, scale: float) -> Tensor:
     """Return scores (c, n) in float32, under autocast too; in tiles of keys to save memory."""
     tokens, heads, size = q.shape
     scores = q.new_empty(tokens, len(k))
-    with torch.autocast(q.device.type, enabled=False):
+    with without_autocast(q):
         for keys in _chunks(len(k), tokens * heads, _PRODUCTS_AT_ONCE, len(k)):
             products = (q.reshape(-1, size) @ k[keys].float().T).view(tokens, heads, -1).mul_(scale).relu_()
             scores[:, keys] = torch.bmm(weights[:, None].float(), products)[:, 0]

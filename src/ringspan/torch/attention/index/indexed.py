@@ -147,8 +147,7 @@ def backward(
     dq, dkeys = attend_backward(dout, q, *attention[1:3], values, ring.spec.scale, out, lse)
     if index is None or index_keys is None:
         del attention, keys  # of all that is seen here
-        dkv = fetch.start_back(dkeys, q.shape[2], ring.exchange)
-        return dq, dkv.finish().to(kv.dtype), None, None, None
+        return dq, fetch.start_back(dkeys, q.shape[2], ring.exchange).finish().to(kv.dtype), None, None, None
     dkv = fetch.start_back(dkeys, q.shape[2], ring.exchange)
     fetched = index._replace(k=index_keys.finish())
     index_dq, index_dkeys, dweights = divergence_backward(dloss, fetched, attention)

@@ -288,8 +288,7 @@ class _Fetched(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (gradient,) = gradients
-        wide = gradient.to(accumulation_dtype(gradient.dtype))
+        wide = gradients[0].to(accumulation_dtype(gradients[0].dtype))
         with passing_tokens(wide, ctx.group) as exchange:
             return ctx.fetch.start_back(wide, ctx.tokens, exchange).finish().to(ctx.dtype), None, None, None
 
@@ -310,9 +309,8 @@ class Attended(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, keys: Tensor, columns: Tensor, scale: float, sinks: Tensor | None) -> Tensor:
-        keys, values = keys.to(q.dtype), slice(0, keys.shape[-1])
-        out, lse = (x.detach() for x in handled(lambda: attend(q, keys, columns, values, scale, sinks)))
-        ctx.scale, ctx.values = scale, values
+        keys, ctx.scale, ctx.values = keys.to(q.dtype), scale, slice(0, keys.shape[-1])
+        out, lse = (x.detach() for x in handled(lambda: attend(q, keys, columns, ctx.values, scale, sinks)))
         ctx.save_for_backward(q, keys, columns, sinks, out, lse)
         return out
 
