@@ -43,7 +43,6 @@ def stall(folder, culprit):
     return codes
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_a_rank_that_stands_still_is_named_by_all(tmp_path, culprit):
     assert launch(stall, 3, tmp_path, culprit, threads=1) == [[EXIT_STALLED]] * 3
@@ -75,7 +74,6 @@ def fall_silent(folder, culprit):
     return codes
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("culprit", [0, 2])
 def test_a_rank_that_falls_silent_is_named_whatever_it_was_doing(tmp_path, culprit):
     for rank, codes in enumerate(launch(fall_silent, 3, tmp_path, culprit, threads=1)):
@@ -122,7 +120,6 @@ def many_steps(folder):
     return codes
 
 
-@pytest.mark.alone
 def test_500_steps_with_a_long_evaluation_raise_no_alarm(tmp_path):
     assert launch(many_steps, 3, tmp_path, threads=1) == [[]] * 3
     assert list(tmp_path.iterdir()) == []

@@ -196,7 +196,6 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.alone
 def test_a_launcher_told_to_end_ends_its_ranks(tmp_path):
     """One launcher after the other in one process, each with two ranks, and a signal to all of its process group."""
     with open(tmp_path / "errors", "wb") as errors:
