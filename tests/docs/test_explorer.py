@@ -107,7 +107,9 @@ def test_numbers_are_those_of_core_for_thirty_settings(page: Any, settings: Modu
             assert number(row[3]) == here.num_pairs
             assert number(row[6]) == plan.num_pairs
             sent = sent_bytes(groups, groups, mask, replace(route, ulysses=1), part.shape, [plan.rank])
-            assert number(row[7]) == pytest.approx(sent + sum(each.inter_node_bytes for each in trades), rel=1e-2)
+            sent += sum(each.inter_node_bytes for each in trades)
+            shown_to = 0.05 * (1e3 if sent < 1e6 else 1e6)  # one decimal
+            assert number(row[7]) == pytest.approx(sent, abs=1.001 * shown_to)
             if not plan.passes_queries:  # results that go back are sent as well
                 place = groups.group_ranks(plan.rank).index(rank)
                 sends = [(groups.group_ranks(each.peer)[place], size(each.ranges)) for each in here.all_sends]
