@@ -162,3 +162,7 @@ def test_a_rewind_without_a_checkpoint_skips(pool, text):
     lines, places = pool.run(train_with_a_spike, 4, config, 2)[0]
     assert places == [0, 1, 2]
     assert any("there is no checkpoint to rewind to; skipped" in line for line in lines)
+
+
+def test_a_step_without_gradients_has_a_norm_of_zero():
+    assert float(jobs.gradient_norm([])) == 0.0

@@ -57,9 +57,10 @@ def _documents(out: Console, result: dict[str, Any], layouts: Sequence[LayoutCos
     packed = result["documents"]
     lengths = f"{packed['shortest']:,} to {packed['longest']:,} tokens"
     rows = [
-        (each.layout, each.setting.route, f"{each.most_work_over_mean:.3f}", shown_bytes(each.received_bytes), seconds)
-        for each, seconds in ((each, shown_seconds(each.step_seconds)) for each in layouts)
-    ]
+        (row.layout, row.setting.route, f"{row.most_work_over_mean:.3f}",
+         shown_bytes(row.received_bytes), shown_seconds(row.step_seconds))
+        for row in layouts
+    ]  # fmt: skip
     headers = "layout", "route", "busiest / mean", "received", "step"
     table(out, f"a step of {packed['num']:,} packed documents of {lengths}", headers, rows, numbers=3)
 

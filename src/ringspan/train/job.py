@@ -177,9 +177,9 @@ def _text(config: TrainConfig, model_config: PreTrainedConfig, kept: Path | None
 
 
 def gradient_norm(parameters: Sequence[Tensor]) -> Tensor:
-    # What is summed over in bfloat16 has three digits, and misses what is small beside the rest.
+    # A sum in bfloat16 has three digits and misses what is small. Ranks sum up one norm, not one of each parameter.
     norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float32) for p in parameters if p.grad is not None]
-    return torch.linalg.vector_norm(torch.stack(norms))  # which ranks sum up once, not for each parameter
+    return torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.tensor(0.0)
 
 
 class Batches:

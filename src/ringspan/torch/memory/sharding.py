@@ -58,7 +58,7 @@ class Resting:
         self._mesh, self._is_agreeing = mesh, False
         self._is_awake: dict[Any, bool] = {}
         for layer in layers:
-            parts = _resting_parts(layer, has_replicas=mesh["replicate"].size() > 1)
+            parts = _resting_parts(layer, has_replicas=mesh.get_group("replicate").size() > 1)
             every = (parameter for group in _groups_in(layer) for parameter in group.fsdp_params)
             if resting := [parameter for parameter in every if parameter._module_info.module in parts]:
                 self._is_awake |= dict.fromkeys(resting, False)

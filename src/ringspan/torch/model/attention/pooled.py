@@ -290,7 +290,7 @@ class Entries(Choice):
         self.rows = rows
 
     def attend(self, module: Any, qkv: tuple[Tensor, Tensor, Tensor], asked: Asked | AskedOfCache) -> Tensor:
-        q, k, _ = in_autocast(*qkv)
+        q, k = in_autocast(*qkv[:2])
         outs: list[Any] = []
         for part, row, entries, chosen in self.rows:
             fetch, near = before(row, module.sliding_window)
