@@ -36,7 +36,8 @@ from ringspan.torch.layers.numbering import number_tokens, skipped_token
 from ringspan.torch.layers.rope import chunk_rotary_tables
 from ringspan.torch.layers.router_loss import record_routers
 from ringspan.torch.memory.checkpointing import checkpoint_layers
-from ringspan.torch.memory.sharding import join_shared_blocks, shard_weights
+from ringspan.torch.memory.sharding import shard_weights
+from ringspan.torch.memory.shared_blocks import join_shared_blocks
 from ringspan.torch.model.adapters import adapter_facts, base_of, put_on_ring
 from ringspan.torch.model.attention.function import register_attention
 from ringspan.torch.model.attention.indexed import choosing_modules, take_over_index
@@ -53,6 +54,7 @@ from ringspan.torch.parts import Parts, check_parts, compute_dtype_of
 from ringspan.torch.recurrence.current import carry_passes
 from ringspan.torch.runtime.foreign_mesh import ring_mesh
 from ringspan.torch.runtime.mesh import tensor_axis
+from ringspan.torch.runtime.seams import check_torch
 from ringspan.torch.tensor_parallel.split import split_model
 from ringspan.torch.weights.loading import fill_shards, set_aside, sources_in
 from ringspan.torch.weights.packed import settle_packed
@@ -154,6 +156,7 @@ def parallelize(
 
 def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) -> PreTrainedModel:
     """``parallelize`` with its options in one value."""
+    check_torch()
     mesh = ring_mesh(mesh)
     given = model
     model, parts = _agreed(given, mesh, config)

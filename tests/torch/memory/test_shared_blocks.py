@@ -6,7 +6,7 @@ from torch import nn
 
 import ringspan as rs
 from ringspan.torch.layers.decoder import layers_of
-from ringspan.torch.memory.sharding import find_shared_blocks, join_shared_blocks
+from ringspan.torch.memory.shared_blocks import find_shared_blocks, join_shared_blocks
 from tests.torch.models import build, check, step
 from tests.torch.recurrence.models import build as build_hybrid
 

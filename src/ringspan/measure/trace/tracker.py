@@ -260,7 +260,10 @@ _LOOPS: Final[dict[Any, Callable[..., Any]]] = {
 }
 # A traced run has no numbers to decide by: counts agree, positions are right, a head changes nothing.
 _ANSWERS: Final[dict[Any, Any]] = {_ops.aten._local_scalar_dense.default: 1, _ops.aten.equal.default: True}
-_TAKES_GRADIENTS: Final = {_ops.fsdp.chunk_cat.default}
+# Copy gradients into the buffer that is summed over ranks; the second took the place of the first in torch 2.15.
+_TAKES_GRADIENTS: Final = {
+    getattr(_ops.fsdp, name).default for name in ("chunk_cat", "chunk_cat_mixed_dtype") if hasattr(_ops.fsdp, name)
+}
 _REDUCE_SCATTERS: Final = ("c10d::reduce_scatter", "c10d::_reduce_scatter")
 _DEVICE_OF: Final = _ops.prim.device.default
 

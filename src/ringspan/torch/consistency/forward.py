@@ -24,7 +24,7 @@ from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.positions import beyond_table
 from ringspan.torch.layers.router_loss import wanted_router
 from ringspan.torch.layers.view import RingModel, decoder_on_ring
-from ringspan.torch.memory.sharding import recover, settle
+from ringspan.torch.memory.sharding import recovering_shards, settle
 from ringspan.torch.multimodal.checks import check_media
 from ringspan.torch.transport.agreement import compared_batch
 
@@ -48,12 +48,8 @@ def in_pass(model: RingModel, name: str) -> Iterator[None]:
 @contextmanager
 def recovering(model: RingModel) -> Iterator[None]:
     """Guard computation: keep buffers unchanged, and restore the shards after an exception."""
-    try:
-        with exchanging(), keeping_buffers(model):
-            yield
-    except BaseException:
-        recover(model)
-        raise
+    with recovering_shards(model), exchanging(), keeping_buffers(model):
+        yield
 
 
 @torch.compiler.disable()

@@ -28,7 +28,7 @@ from ringspan.torch.layers.cache_names import cache_name, given_cache
 from ringspan.torch.layers.decoder import cached_kinds, cached_states
 from ringspan.torch.layers.modules import class_name
 from ringspan.torch.layers.view import RingModel, decoder_on_ring
-from ringspan.torch.memory.sharding import recover, settle
+from ringspan.torch.memory.sharding import recovering_shards, settle
 from ringspan.torch.model.attention.own import uses_alibi
 from ringspan.torch.model.recurrent import why_no_cache
 from ringspan.torch.model.tasks.causal_lm import RingCausalLM
@@ -77,11 +77,14 @@ class RingGenerator(RingCausalLM):
             if not self.ring_is_generating:
                 settle(self)
             try:
-                with calling_parts("generating"), exchanging(), unchecked(self), torch.no_grad():
+                with (
+                    recovering_shards(self),
+                    calling_parts("generating"),
+                    exchanging(),
+                    unchecked(self),
+                    torch.no_grad(),
+                ):
                     return nn.Module.__call__(self, ring_over_cache=asked)
-            except BaseException:
-                recover(self)
-                raise
             finally:
                 if not self.ring_is_generating:
                     settle(self)

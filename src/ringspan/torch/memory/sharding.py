@@ -1,17 +1,12 @@
-"""FSDP2 shards of weights, gradients and optimizer state over the ring, and recovery after a failed pass.
+"""FSDP2 shards of weights, gradients and optimizer state over the ring, and recovery after a failed pass."""
 
-FSDP gathers a layer's weights together: no weight may be in two. transformers ties blocks of several layers (Zamba)
-weight by weight; here they become one module in all of them, with its own group.
-"""
-
+import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -19,10 +14,12 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.layers.decoder import layers_of
-from ringspan.torch.layers.modules import as_part, hooks_of
+from ringspan.torch.layers.modules import as_part
+from ringspan.torch.memory.resting import Resting, drop_unsummed, groups_in, groups_of_state
 from ringspan.torch.weights.deferred import held_regions
 from ringspan.torch.weights.packed import split_into_parts
+
+_log: Final = logging.getLogger(__name__)
 
 
 def shard_weights(
@@ -46,60 +43,6 @@ def shard_weights(
             module.set_force_sum_reduction_for_comms(True)
         if module._parameters:
             module.register_load_state_dict_pre_hook(partial(_take_whole_tensors, model))
-
-
-class Resting:
-    """Parts of layers that all tokens of a rank may leave out, and their adapters: FSDP sums what all ranks have.
-
-    Such a rank gives zeros, unless the part rests on all ranks: then it has no gradient, as on one process.
-    """
-
-    def __init__(self, layers: Sequence[Any], mesh: DeviceMesh) -> None:
-        self._mesh, self._is_agreeing = mesh, False
-        self._is_awake: dict[Any, bool] = {}
-        for layer in layers:
-            parts = _resting_parts(layer, has_replicas=mesh.get_group("replicate").size() > 1)
-            every = (parameter for group in _groups_in(layer) for parameter in group.fsdp_params)
-            if resting := [parameter for parameter in every if parameter._module_info.module in parts]:
-                self._is_awake |= dict.fromkeys(resting, False)
-                layer.register_forward_pre_hook(partial(self._watch, resting))
-
-    def _watch(self, resting: list[Any], layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        if torch.is_grad_enabled() and any(parameter.sharded_param.requires_grad for parameter in resting):
-            args = (args[0] if args[0].requires_grad else args[0].detach().requires_grad_(), *args[1:])
-            args[0].register_hook(lambda _: self._fill(resting))  # the layer's last, just before FSDP sums weights'
-        return args
-
-    def _fill(self, resting: list[Any]) -> None:
-        for parameter in resting:
-            whole = parameter._unsharded_param
-            before = parameter.sharded_param.grad, parameter.unsharded_accumulated_grad
-            self._is_awake[parameter] |= any(gradient is not None for gradient in (whole.grad, *before))
-            if whole.grad is None and whole.requires_grad:
-                whole.grad = torch.zeros_like(whole)
-        if not self._is_agreeing:
-            self._is_agreeing = True
-            # After FSDP's own call at the end of backward, which it has asked for at its beginning.
-            torch.autograd.Variable._execution_engine.queue_callback(self._agree)  # pyright: ignore[reportAttributeAccessIssue]
-
-    def _agree(self) -> None:
-        awake = torch.tensor([*self._is_awake.values()], dtype=torch.int32, device=self._mesh.device_type)
-        for axis in self._mesh.mesh_dim_names or ():
-            dist.all_reduce(awake, dist.ReduceOp.MAX, group=self._mesh.get_group(axis))
-        for each, is_awake in zip(self._is_awake, awake.tolist(), strict=True):
-            if not is_awake:  # the last two hold zeros that are not summed over ranks yet (accumulation)
-                each.sharded_param.grad = each._unsharded_param.grad = each.unsharded_accumulated_grad = None
-        self._is_awake, self._is_agreeing = dict.fromkeys(self._is_awake, False), False
-
-
-def _resting_parts(layer: nn.Module, *, has_replicas: bool) -> set[nn.Module]:
-    found: set[nn.Module] = set()
-    for path, module in layer.named_modules():
-        if getattr(module, "zero_expert_num", 0):  # PEFT wraps experts in their adapters
-            found |= {*layer.get_submodule(path.partition(".base_layer")[0]).modules()}
-        elif has_replicas and getattr(module, "rests_on_replicas", False):  # but for its index, without gradients
-            found |= {*module.modules()} - {*getattr(module, "indexer", nn.Module()).modules()}
-    return found
 
 
 def _take_whole_tensors(model: Any, module: nn.Module, state: dict[str, Any], prefix: str, *_: object) -> None:
@@ -179,22 +122,64 @@ def _state_of(module: FSDPModule) -> Any:
     return module._get_fsdp_state()
 
 
+@contextmanager
+def recovering_shards(model: FSDPModule) -> Iterator[None]:
+    """Call ``recover`` after an exception, and raise that exception whatever becomes of the shards."""
+    try:
+        yield
+    except BaseException as error:
+        try:
+            recover(model)
+        except Exception as failure:
+            error.add_note(f"Then the model's weights could not be returned to their shards: {failure!r}")
+        raise
+
+
 @torch.compiler.disable()
 def recover(model: FSDPModule) -> None:
-    """Return weights to their shards and drop pending gradients, for a clean pass after an exception."""
-    for group in _groups_of(model):
-        for parameter in group.fsdp_params:
-            if hasattr(parameter, "_unsharded_param"):  # whose gradient nobody has summed over the ranks yet
-                parameter._unsharded_param.grad = None
-            parameter.unsharded_accumulated_grad = None
+    """Return weights to their shards after an exception, for a clean next pass.
+
+    Gradients that are summed over the ranks stay, so that a loop over micro-batches can leave out the one that failed.
+    Those that wait for their sum (``set_requires_gradient_sync(False)``) are dropped with a warning: the failed pass
+    may have added to them, and ``zero_grad`` does not reach them.
+    """
+    groups = _groups_of(model)
+    parameters = [parameter for group in groups for parameter in group.fsdp_params]
+    # PyTorch 2.15 takes gradients that are summed for those of the failed pass, and drops them.
+    summed = [(parameter.sharded_param, parameter.sharded_param.grad) for parameter in parameters]
+    if any(_has_unsummed(group) for group in groups):
+        _log.warning(
+            "a pass ended in an exception while gradients waited to be summed over the ranks "
+            "(set_requires_gradient_sync(False)): they are dropped; begin the step again with its first micro-batch"
+        )
+    for parameter in parameters:
+        drop_unsummed(parameter)
     if hasattr(model, "reset_iter_state"):  # since PyTorch 2.13
         model.reset_iter_state()
-        return
+    else:
+        _reset_iteration(model)
+    for sharded, gradient in summed:
+        sharded.grad = gradient
+
+
+def _has_unsummed(group: Any) -> bool:
+    """Return whether a group holds gradients of earlier passes that are not summed over all ranks."""
+    if group._training_state.name == "PRE_BACKWARD":  # the failed pass has just begun to compute its gradients
+        return False
+    copies = [parameter for parameter in group.fsdp_params if hasattr(parameter, "_unsharded_param")]
+    accumulated = (parameter.unsharded_accumulated_grad for parameter in group.fsdp_params)
+    gradients = [*(copy._unsharded_param.grad for copy in copies), *accumulated, group._partial_reduce_output]
+    return any(gradient is not None for gradient in gradients)
+
+
+def _reset_iteration(model: FSDPModule) -> None:
+    """Do what FSDP's ``reset_iter_state`` does, with PyTorch 2.11 and 2.12."""
     context = _state_of(model)._state_ctx
     for state in context.all_states:
         state._training_state = type(state._training_state).IDLE
     for group in _groups_of(model):
         group._training_state = type(group._training_state).IDLE
+        group._partial_reduce_output = None
         group.reshard()
     context.iter_forward_root = None
     context.post_backward_final_callback_queued = False
@@ -205,7 +190,7 @@ def kept_whole(model: nn.Module) -> Iterator[None]:
     """Keep gathered weights whole during passes without gradients, then reshard: no optimizer steps stale copies."""
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
     before = [
-        (_state_of(module)._auto_reshard_after_forward, [group.post_forward_mesh_info for group in _groups_in(module)])
+        (_state_of(module)._auto_reshard_after_forward, [group.post_forward_mesh_info for group in groups_in(module)])
         for module in modules
     ]
     for module in modules:
@@ -215,7 +200,7 @@ def kept_whole(model: nn.Module) -> Iterator[None]:
     finally:
         for module, (automatic, infos) in zip(modules, before, strict=True):
             _state_of(module)._auto_reshard_after_forward = automatic
-            for group, info in zip(_groups_in(module), infos, strict=True):
+            for group, info in zip(groups_in(module), infos, strict=True):
                 group.post_forward_mesh_info = info
             module.reshard()
 
@@ -228,7 +213,7 @@ def sharded_after_layers(model: nn.Module) -> Iterator[None]:
     """
 
     def reshard(module: Any, *_: object) -> None:
-        for group in _groups_in(module):
+        for group in groups_in(module):
             if group.post_forward_mesh_info is not None:  # not where a user has it stay whole
                 group.reshard()
                 group._record_post_forward()  # by which backward gathers the layer before in time
@@ -243,7 +228,7 @@ def sharded_after_layers(model: nn.Module) -> Iterator[None]:
 
 
 def is_whole(module: FSDPModule) -> bool:
-    return any(group.is_unsharded for group in _groups_in(module))
+    return any(group.is_unsharded for group in groups_in(module))
 
 
 def gathered_parameters(model: nn.Module) -> list[nn.Parameter]:
@@ -272,77 +257,14 @@ def unseen_parameters(model: nn.Module) -> list[str]:
 @torch.compiler.disable()
 def renew_types(model: FSDPModule) -> None:
     """Renew FSDP's dtypes for parameters without gradients in the first pass, when it last looks."""
-    # It would otherwise sum their gradients in the dtype of the computation.
+    # It would otherwise sum their gradients in the dtype of the computation. PyTorch 2.15 looks in each backward pass.
     for group in _groups_of(model):
-        if group._orig_dtype is None and any(p.sharded_param.requires_grad for p in group.fsdp_params):
+        is_unknown = hasattr(group, "_orig_dtype") and group._orig_dtype is None
+        if is_unknown and any(parameter.sharded_param.requires_grad for parameter in group.fsdp_params):
             group._init_mp_dtypes()
 
 
 def _groups_of(model: Any) -> list[Any]:
     known = _state_of(model)._state_ctx.all_states  # none before the first pass, which makes them one context
     states = known or [_state_of(module) for module in model.modules() if isinstance(module, FSDPModule)]
-    return [group for state in states for group in _groups_of_state(state)]
-
-
-def _groups_in(module: FSDPModule) -> list[Any]:
-    return _groups_of_state(_state_of(module))
-
-
-def _groups_of_state(state: Any) -> list[Any]:
-    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
-    return [group for group in groups if group is not None]
-
-
-class SharedBlock(NamedTuple):
-    layer: str
-    place: str
-    first: nn.Module
-
-
-def find_shared_blocks(model: nn.Module) -> list[SharedBlock]:
-    """Return blocks that layers share with earlier ones; UnsupportedError for a lone shared weight."""
-    owners: dict[int, str] = {}
-    found: list[SharedBlock] = []
-    layers = layers_of(model)
-    for path, layer in layers.items():
-        places: dict[str, nn.Module] = {}
-        for name, parameter in layer.named_parameters():
-            other = owners.setdefault(id(parameter), path)
-            if other == path or any(name.startswith(f"{place}.") for place in places):
-                continue
-            place = _block_around(name, layer, layers[other])
-            if place is None:
-                raise UnsupportedError(
-                    f"{type(model).__name__}: {path}.{name} is a weight of {other} too, and what is around it is not "
-                    "the same in both, which is not supported yet; give each layer its own"
-                )
-            places[place] = layers[other].get_submodule(place)
-        found += [SharedBlock(path, place, first) for place, first in places.items()]
-    return found
-
-
-def join_shared_blocks(model: nn.Module) -> list[nn.Module]:
-    """Put the first of equal blocks into all their layers, in place; return each once."""
-    blocks = find_shared_blocks(model)
-    for block in blocks:
-        model.get_submodule(block.layer).set_submodule(block.place, block.first)
-    return list(dict.fromkeys(block.first for block in blocks))
-
-
-def _block_around(name: str, layer: nn.Module, other: nn.Module) -> str | None:
-    places = accumulate(name.split(".")[:-1], "{}.{}".format)
-    theirs = dict(other.named_modules(remove_duplicate=False))
-    alike = (each for each in places if each in theirs and _are_alike(layer.get_submodule(each), theirs[each]))
-    return next(alike, None)
-
-
-def _are_alike(mine: nn.Module, theirs: nn.Module) -> bool:
-    weights = [{name: id(p) for name, p in block.named_parameters()} for block in (mine, theirs)]
-    kinds = [[_kind_of(path, module) for path, module in block.named_modules()] for block in (mine, theirs)]
-    return weights[0] == weights[1] and kinds[0] == kinds[1] and not any(True for _ in mine.buffers())
-
-
-def _kind_of(path: str, module: nn.Module) -> tuple[Any, ...]:
-    """Return what determines a module's computation, apart from weights: modules with own hooks differ."""
-    values = {name: x for name, x in vars(module).items() if isinstance(x, (bool, int, float, str))}
-    return path, type(module), hooks_of(module), vars(module).get("forward"), values
+    return [group for state in states for group in groups_of_state(state)]

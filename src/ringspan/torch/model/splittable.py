@@ -15,7 +15,7 @@ from ringspan.torch.consistency.fixed import HOOKED
 from ringspan.torch.layers.blockwise.blocks import mixes_tokens
 from ringspan.torch.layers.decoder import layers_of
 from ringspan.torch.layers.embedding import own_gradient
-from ringspan.torch.memory.sharding import find_shared_blocks
+from ringspan.torch.memory.shared_blocks import find_shared_blocks
 from ringspan.torch.weights.packed import PACKERS, is_packed, packed_weights, parts_in, plain_parts
 
 _DTYPES: Final = (torch.float32, torch.bfloat16, torch.float16, torch.float64)

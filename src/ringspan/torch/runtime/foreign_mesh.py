@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.distributed_c10d import _world  # pyright: ignore[reportPrivateUsage]
 
 from ringspan.core.errors import ConfigError
 from ringspan.core.mesh_axes import Names, assigned, recognised
@@ -108,10 +108,11 @@ def _arranged(ranks: Tensor, names: tuple[str, ...], roles: Mapping[str, tuple[s
 
 def _group_of_one() -> dist.ProcessGroup:
     """Make a single-rank group, uncounted: torch 2.14 names groups by their number on all ranks."""
-    count, _world.group_count = _world.group_count, next(_numbers)
+    count = distributed_c10d._world.group_count  # pyright: ignore[reportPrivateUsage]
+    distributed_c10d._world.group_count = next(_numbers)  # pyright: ignore[reportPrivateUsage]
     try:
         group = dist.new_group([dist.get_rank()], use_local_synchronization=True)
     finally:
-        _world.group_count = count
+        distributed_c10d._world.group_count = count  # pyright: ignore[reportPrivateUsage]
     assert isinstance(group, dist.ProcessGroup), "this rank is a member"
     return group

@@ -7,9 +7,8 @@ from typing import Any, Final
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore
+from torch.distributed import HashStore, distributed_c10d  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout  # pyright: ignore[reportPrivateUsage]
 
 from ringspan.core.errors import ConfigError, PeerMismatch
 from ringspan.torch.runtime.environment import is_rank
@@ -21,7 +20,9 @@ def timeout_seconds(group: dist.ProcessGroup, device: torch.device) -> float:
 
 
 def set_timeout(group: dist.ProcessGroup | None, seconds: float) -> None:
-    _set_pg_timeout(timedelta(seconds=seconds), group)
+    # Public since PyTorch 2.14.
+    set_it = dist.set_timeout if hasattr(dist, "set_timeout") else distributed_c10d._set_pg_timeout  # pyright: ignore
+    set_it(timedelta(seconds=seconds), group)
 
 
 def world_timeout_seconds(device: torch.device) -> float:

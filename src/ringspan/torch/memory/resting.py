@@ -1,0 +1,93 @@
+"""Gradients of parts of a layer that all tokens of a rank may leave out, such as experts next to zero experts."""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+
+class Resting:
+    """Let FSDP sum the gradients of parts that some ranks leave out, and of their adapters.
+
+    FSDP sums what every rank has: a rank without a gradient would send another number of bytes than its peers. Such a
+    rank contributes zeros. A part that rests on all ranks has no gradient at all, as on one process: zeros would still
+    let decay and momentum move its weights. ``set_reduce_scatter_unused_params`` of torch 2.13 fills in zeros as well,
+    but for every parameter of a layer, also for one that no rank ever uses.
+    """
+
+    def __init__(self, layers: Sequence[Any], mesh: DeviceMesh) -> None:
+        self._mesh, self._is_agreeing = mesh, False
+        self._is_awake: dict[Any, bool] = {}
+        for layer in layers:
+            parts = _resting_parts(layer, has_replicas=mesh.get_group("replicate").size() > 1)
+            every = (parameter for group in groups_in(layer) for parameter in group.fsdp_params)
+            if resting := [parameter for parameter in every if parameter._module_info.module in parts]:
+                self._is_awake |= dict.fromkeys(resting, False)
+                layer.register_forward_pre_hook(partial(self._watch, resting))
+
+    def _watch(self, resting: list[Any], layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if torch.is_grad_enabled() and any(parameter.sharded_param.requires_grad for parameter in resting):
+            args = (args[0] if args[0].requires_grad else args[0].detach().requires_grad_(), *args[1:])
+            # The gradient of the layer's input is its last, just before FSDP sums those of the weights.
+            args[0].register_hook(lambda _: self._fill(resting))
+        return args
+
+    def _fill(self, resting: list[Any]) -> None:
+        """Note which parts have a gradient on this rank, and give the others zeros."""
+        for parameter in resting:
+            whole = parameter._unsharded_param
+            gradients = whole.grad, parameter.sharded_param.grad, parameter.unsharded_accumulated_grad
+            self._is_awake[parameter] |= any(gradient is not None for gradient in gradients)
+            if whole.grad is None and whole.requires_grad:
+                # While gradients wait to be summed, torch 2.15 keeps them in a dtype of their own.
+                whole.grad = torch.zeros_like(whole, dtype=whole.grad_dtype or whole.dtype)
+        if not self._is_agreeing:
+            self._is_agreeing = True
+            # FSDP asked for its own call at the end of backward when backward began, so that this one comes after it.
+            torch.autograd.Variable._execution_engine.queue_callback(self._agree)  # pyright: ignore[reportAttributeAccessIssue]
+
+    def _agree(self) -> None:
+        """Take the gradient from parts that rest on all ranks."""
+        awake = torch.tensor([*self._is_awake.values()], dtype=torch.int32, device=self._mesh.device_type)
+        for axis in self._mesh.mesh_dim_names or ():
+            dist.all_reduce(awake, dist.ReduceOp.MAX, group=self._mesh.get_group(axis))
+        for each, is_awake in zip(self._is_awake, awake.tolist(), strict=True):
+            if not is_awake:
+                each.sharded_param.grad = None
+                drop_unsummed(each)
+        self._is_awake, self._is_agreeing = dict.fromkeys(self._is_awake, False), False
+
+
+def _resting_parts(layer: nn.Module, *, has_replicas: bool) -> set[nn.Module]:
+    found: set[nn.Module] = set()
+    for path, module in layer.named_modules():
+        if getattr(module, "zero_expert_num", 0):  # PEFT wraps experts in their adapters
+            found |= {*layer.get_submodule(path.partition(".base_layer")[0]).modules()}
+        elif has_replicas and getattr(module, "rests_on_replicas", False):
+            # The index within it has no gradients.
+            found |= {*module.modules()} - {*getattr(module, "indexer", nn.Module()).modules()}
+    return found
+
+
+def groups_in(module: FSDPModule) -> list[Any]:
+    """Return FSDP's groups of parameters of a module: one, or none without parameters."""
+    return groups_of_state(module._get_fsdp_state())
+
+
+def groups_of_state(state: Any) -> list[Any]:
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]
+    return [group for group in groups if group is not None]
+
+
+def drop_unsummed(parameter: Any) -> None:
+    """Drop what a parameter of FSDP holds of gradients that are not summed over the ranks yet."""
+    if hasattr(parameter, "_unsharded_param"):
+        parameter._unsharded_param.grad = None
+    # Until 2.14 FSDP keeps what accumulates next to the copy's gradient; since then the name is a property of it.
+    if not isinstance(getattr(type(parameter), "unsharded_accumulated_grad", None), property):
+        parameter.unsharded_accumulated_grad = None
