@@ -117,12 +117,8 @@ compat: ## run the trainers' tests with the oldest transformers and PyTorch that
 	OMP_NUM_THREADS=1 .venv-oldest/bin/python -m pytest tests/hf tests/lightning $(ARGS)
 
 # What is known to fail there is skipped by the tests themselves, which say of which releases.
-unpinned: ## run the trainers' and models' tests with the newest releases of all packages, in .venv-unpinned
-	@[ -x .venv-unpinned/bin/python ] || "$(PYTHON)" -m venv .venv-unpinned
-	.venv-unpinned/bin/python -m pip install -q -U --upgrade-strategy eager -e '.[hf,lightning,peft]' \
-		pillow pytest pytest-timeout pytest-xdist hypothesis
-	OMP_NUM_THREADS=1 .venv-unpinned/bin/python -m pytest -m "not long" tests/hf tests/lightning tests/torch/model \
-		tests/torch/generate $(ARGS)
+unpinned: ## run the tests of models and trainers with the newest releases there are, however pip is capped (ARGS="--torch 2.14.1")
+	"$(PYTHON)" -m tests.versions $(ARGS)
 
 bench: $(STAMP) ## measure what docs/performance.md quotes (ARGS="attention"); leave the machine alone meanwhile
 	$(BIN)/python benchmarks/run.py $(ARGS)

@@ -223,3 +223,27 @@ _SEEN: Final[dict[str, Callable[[dict[str, Any]], str]]] = {
     "clean": lambda _: "no false alarm",
     "cost": lambda figures: f"guard, handshake and watchdog take {figures['share_of_step']:.1%} of a step",
 }
+
+
+def versions() -> str:
+    """Return the releases that tests ran with, the newest first."""
+    rows = [
+        (
+            row["torch"].partition("+")[0],
+            row["transformers"],
+            row["trl"],
+            row["python"],
+            "the whole suite" if row["tests"] == ["tests"] else ", ".join(_of_tests(name) for name in row["tests"]),
+            f"{row['passed']:,}",
+            row["failed"],
+            row["skipped"],
+            row["date"],
+        )
+        for row in read("versions")["rows"]
+    ]
+    head = ("torch", "transformers", "TRL", "Python", "tests", "passed", "failed", "skipped", "date")
+    return table(head, rows, left=5)
+
+
+def _of_tests(path: str) -> str:
+    return path.removeprefix("tests/").removesuffix(".py").replace("torch/", "").replace("test_", "")

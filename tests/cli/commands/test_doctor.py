@@ -34,6 +34,7 @@ RESULT = {
     "bandwidth_bytes_per_second": None,
     "min_block_tokens": None,
     "cluster": None,
+    "trial": {"error": 1e-7, "seconds": 2.5, "failure": None, "failed_at": None},
     "missing": [{"name": "torchao", "needed_for": "8 bits", "remedy": "pip install torchao"}],
     "problems": [{"what": "torch is [old]", "remedy": "renew it", "stops": True}],
     "can_train": False,
@@ -71,3 +72,4 @@ def test_a_clock_that_is_hardly_apart_is_not_minus_zero_apart(monkeypatch, capsy
     monkeypatch.setattr(doctor, "examine", lambda ranks, doing: RESULT | {"cluster": cluster})
     text = printed(monkeypatch, capsys, "doctor", code=1)
     assert text.count("+0 ") == 2 and "-0 " not in text
+    assert "losses differ from one process by 1.0e-07, 2.5 s" in text

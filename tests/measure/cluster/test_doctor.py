@@ -4,8 +4,6 @@ import os
 import re
 import socket
 import time
-import tomllib
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +11,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import ringspan as rs
-from ringspan.measure.cluster import cluster, doctor
+from ringspan.measure.cluster import cluster, doctor, trial
 from ringspan.measure.cluster.cluster import clock_offsets, examine_ranks, listeners, listening, problems_between
+from ringspan.measure.cluster.trial import Trial
 from ringspan.torch.kernels.partials import partial as softmax
+from ringspan.torch.runtime.requirements import pip_command
 from tests.cases import long
 
 # Two listening sockets, one of them open to every network, and a connection.
@@ -139,20 +139,68 @@ def test_the_report_says_what_stops_and_what_does_not():
 
 
 def test_too_old_packages_and_missing_back_ends_stop(monkeypatch):
-    monkeypatch.setattr(doctor, "package_version", {"torch": "2.10.1", "transformers": "5.16.3"}.get)
+    monkeypatch.setattr(doctor, "package_version", {"torch": "2.10.1"}.get)
     monkeypatch.setattr(dist, "is_gloo_available", lambda: False)
-    old, older, no_gloo = doctor._problems_here(torch.device("cpu"))
-    assert old.what == "torch is 2.10.1, 2.11 is needed" and old.stops
-    assert older.what == "transformers is 5.16.3, 5.17 is needed" and older.stops
+    old, absent, no_gloo = doctor._problems_here(torch.device("cpu"))
+    assert re.fullmatch(r"torch is 2\.10\.1, >=2\.11,<2\.\d+ is needed", old.what) and old.stops
+    assert old.remedy == pip_command("torch")
+    assert absent.what.startswith("transformers is none, >=5.17,<5.") and absent.stops
     assert no_gloo.what.startswith("torch has no gloo") and no_gloo.stops
     monkeypatch.undo()
-    assert not [problem for problem in doctor._problems_here(torch.device("cpu")) if problem.stops]
+    assert [*doctor._problems_here(torch.device("cpu"))] == []
 
 
-def test_what_is_too_old_is_what_pip_would_not_install():
-    project = tomllib.loads((Path(doctor.__file__).parents[4] / "pyproject.toml").read_text())["project"]
-    for name, least in doctor._LEAST.items():
-        assert f"{name}>={'.'.join(map(str, least))}" in project["dependencies"]
+def test_a_newer_package_is_named_and_does_not_stop(monkeypatch):
+    monkeypatch.setattr(doctor, "package_version", {"torch": "2.99.0+cu140", "transformers": "5.17.0"}.get)
+    [newer] = doctor._problems_here(torch.device("cpu"))
+    assert newer.what == "torch is 2.99.0+cu140, newer than any release that ringspan was tried with"
+    assert newer.remedy == pip_command("torch") and not newer.stops
+    [failed] = doctor._problems_of(Trial(failure="AttributeError: no such group"))
+    assert failed.stops and failed.remedy == pip_command("torch")
+
+
+def test_what_a_release_of_torch_lacks_stops(monkeypatch):
+    monkeypatch.setattr(doctor, "missing", lambda: iter(["FSDPModule.reshard"]))
+    [lacking] = doctor._problems_here(torch.device("cpu"))
+    assert lacking.what == f"torch {torch.__version__} lacks FSDPModule.reshard, which ringspan needs" and lacking.stops
+
+
+def tried(mesh: DeviceMesh, fault: str | None) -> Trial:
+    """Try to train with a fault."""
+    with pytest.MonkeyPatch.context() as patch:
+        if fault == "is wrong" and dist.get_rank() == 1:
+            patch.setattr(softmax.torch, "logaddexp", lambda a, b, out=None: out if out is not None else a)
+        if fault == "raises":  # on all ranks: one alone would leave the pool in the middle of an exchange
+            patch.setattr(trial, "_model", lambda _: 1 / 0)
+        return trial.try_training(mesh)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_a_model_is_trained(pool, ranks):
+    for outcome in pool.run(tried, ranks, None):
+        assert outcome.failure is None and outcome.error < 1e-6 and outcome.seconds > 0
+        assert [*doctor._problems_of(outcome)] == []
+
+
+def test_a_model_that_does_not_train_stops(pool):
+    outcome = doctor.outcome_of(pool.run(tried, 2, "raises"))
+    assert outcome.failure.endswith("ZeroDivisionError: division by zero")
+    [problem] = doctor._problems_of(outcome)
+    assert problem.stops and "a model of two layers does not train here: rank " in problem.what
+
+
+def test_a_model_that_trains_wrongly_stops(pool):
+    outcomes = pool.run(tried, 2, "is wrong")
+    assert len({outcome.error for outcome in outcomes}) == 1, "all ranks know"
+    [problem] = doctor._problems_of(outcomes[0])
+    assert problem.stops and "trains wrongly here: its losses differ from one process by" in problem.what
+    assert [problem.stops for problem in doctor._problems_of(Trial(error=float("nan")))] == [True]
+
+
+def test_the_first_failure_is_the_one_that_is_told():
+    late, first = Trial(failure="RuntimeError: timed out", failed_at=9.0), Trial(failure="KeyError: 'x'", failed_at=3.0)
+    assert doctor.outcome_of([late, first, Trial(1e-7, 1.0)]).failure == "rank 1: KeyError: 'x'"
+    assert doctor.outcome_of([Trial(1e-7, 1.0)] * 2) == Trial(1e-7, 1.0)
 
 
 def test_ranks_that_do_not_meet_are_a_problem_that_stops(monkeypatch):

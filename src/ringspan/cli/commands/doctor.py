@@ -21,8 +21,8 @@ EPILOG = (
 def command(ranks: LocalRanks = None, as_json: AsJson = False) -> None:
     """Report devices, kernels, back ends and speed of this machine, what is missing or wrong, and the remedies.
 
-    Starts ranks (or uses torchrun's) to measure links, compare versions and clocks, and check the ring against
-    float64. Exit code 0 if it can train, else 1.
+    Starts ranks (or uses torchrun's) to measure links, compare versions and clocks, check the ring against float64,
+    and train a model of two layers. Exit code 0 if that trained, and right, else 1.
     """
     is_job = is_rank()
     if is_job:
@@ -85,6 +85,13 @@ def _show_cluster(out: Any, result: dict[str, Any]) -> None:
     headers = ["rank", "host", "device", "to the next", f"clock ms (± {error_ms:.0f})", "listens on"]
     table(out, "ranks", headers, rows)
     paragraph(out, f"ring against float64: relative error {cluster['ring_error']:.1e}")
+    trial = result["trial"]
+    if trial["failure"] is None:
+        paragraph(
+            out,
+            f"two optimizer steps of a model of two layers: losses differ from one process by {trial['error']:.1e}, "
+            f"{trial['seconds']:.1f} s",
+        )
     bandwidth = result["bandwidth_bytes_per_second"]
     if bandwidth:
         reached = next(m["flops"] for m in result["measured_flops"] if m["what"] == "attention")

@@ -1,9 +1,8 @@
 """Inventory and speed of a machine or cluster, and what keeps it from training."""
 
 import os
-import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 import torch.distributed as dist
+from packaging.version import Version
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -25,6 +25,7 @@ from ringspan.core.messages.units import shown_speed
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.measure.bench.ring import alone
 from ringspan.measure.cluster.cluster import Problem, examine_ranks, problems_between, versions
+from ringspan.measure.cluster.trial import WRONG, Trial, try_training
 from ringspan.measure.machine import default_ranks, describe_machine, fastest, measure_flops, num_cores, package_version
 from ringspan.measure.trace.rehearsal import host_memory_bytes
 from ringspan.plan.cluster.hardware import min_block_tokens
@@ -33,9 +34,12 @@ from ringspan.torch.attention.arguments import check_tensors
 from ringspan.torch.attention.op import ring_attention
 from ringspan.torch.kernels.contract import Scores
 from ringspan.torch.runtime.launch import join, launch, local_device
+from ringspan.torch.runtime.mesh import make_mesh, set_timeout
+from ringspan.torch.runtime.requirements import pip_command, shown, supported
+from ringspan.torch.runtime.seams import missing
 from ringspan.torch.transport.collectives import gather
 
-_LEAST: Final = {"torch": (2, 11), "transformers": (5, 17)}  # as in pyproject.toml
+_NEEDED: Final = ("torch", "transformers")  # the others are optional
 # Packages that something here uses when they are there: what for, and how to get them.
 _OPTIONAL: Final = {
     "datasets": ("training from a TOML file, and the demo", command("datasets")),
@@ -47,6 +51,7 @@ _OPTIONAL: Final = {
 }
 _MEASURED_DTYPES: Final = ("bfloat16", "float32")
 _SLOW_RANK: Final = 0.7  # of the median rank
+_TRIAL_SECONDS: Final = 120.0  # after which a rank no longer waits for one that failed
 _WRONG: Final = 1e-5  # relative error of the ring in float32, of which 1e-6 is rounding
 _RANKS: Final = 4  # of the cases of kernels, with their tokens and heads
 _LENGTH: Final = 16384
@@ -62,8 +67,24 @@ def examine(ranks: int | None, doing: Callable[[str], None] = lambda what: None)
     except RuntimeError as error:
         remedy = "ranks of one machine talk over its loopback interface; look at its firewall, memory and limits"
         return report(None, [Problem(f"{ranks} ranks of this machine do not come together: {error}", remedy, True)])
+    doing("training a model of two layers")
+    trials = launch(examine_training, ranks)
     doing("looking at devices and kernels")
-    return report(examined)
+    return report(examined, trial=outcome_of(trials))
+
+
+def examine_training() -> Trial:
+    """Try to train on the ranks that were started; none waits long for another that failed."""
+    set_timeout(dist.group.WORLD, _TRIAL_SECONDS)
+    return try_training(make_mesh(local_device().type, 1, dist.get_world_size(), 1))
+
+
+def outcome_of(trials: Sequence[Trial]) -> Trial:
+    """Return the first failure of any rank, of which those of its peers follow, or the outcome that all share."""
+    failures = [
+        trial._replace(failure=f"rank {rank}: {trial.failure}") for rank, trial in enumerate(trials) if trial.failure
+    ]
+    return min(failures, key=lambda trial: trial.failed_at or 0.0, default=trials[0])
 
 
 def examine_job(
@@ -80,7 +101,11 @@ def examine_job(
         remedy = "this address must be open to every host of the job, and all ranks must be started"
         return report(None, [Problem(what, remedy, stops=True)]), True
     try:
-        return report(examine_rank()), is_first
+        examined = examine_rank()
+        doing("training a model of two layers")
+        trial = examine_training()
+        # A rank that failed reports it itself; its exit ends the job, and with it the ranks that wait.
+        return report(examined, trial=trial), is_first or trial.failure is not None
     finally:
         dist.destroy_process_group()
 
@@ -102,7 +127,9 @@ def measure_speeds(device: torch.device) -> list[dict[str, Any]]:
     ]
 
 
-def report(examined: dict[str, Any] | None, failures: Iterable[Problem] = ()) -> dict[str, Any]:
+def report(
+    examined: dict[str, Any] | None, failures: Iterable[Problem] = (), trial: Trial | None = None
+) -> dict[str, Any]:
     """Return what this machine has, its ranks found, and all problems; ``min_block_tokens``: F/B of the slowest."""
     device = local_device()
     problems = [*_problems_here(device), *failures]
@@ -121,6 +148,8 @@ def report(examined: dict[str, Any] | None, failures: Iterable[Problem] = ()) ->
                     stops=True,
                 )
             )
+    if trial is not None:
+        problems += _problems_of(trial)
     kinds = [torch.device("cpu")] + ([device] if device.type != "cpu" else [])
     return {
         "devices": _devices(),
@@ -138,9 +167,40 @@ def report(examined: dict[str, Any] | None, failures: Iterable[Problem] = ()) ->
         "bandwidth_bytes_per_second": bandwidth,
         "min_block_tokens": round(min_block_tokens(flops, bandwidth)) if bandwidth else None,
         "cluster": examined,
+        "trial": None if trial is None else trial._asdict(),
         "can_train": not any(problem.stops for problem in problems),
         "problems": [asdict(problem) for problem in problems],
     }
+
+
+def _problems_of(trial: Trial) -> Iterator[Problem]:
+    if trial.failure is not None:
+        yield Problem(
+            f"a model of two layers does not train here: {trial.failure}",
+            _tried_releases()
+            or "this is where training would end: report it with what `ringspan doctor --json` prints",
+            stops=True,
+        )
+    elif not (trial.error or 0.0) < WRONG:
+        yield Problem(
+            f"a model of two layers trains wrongly here: its losses differ from one process by {trial.error:.1e}, "
+            f"{WRONG:.0e} is the most that rounding explains",
+            _tried_releases() or "this build of torch, or its communication library, computes wrongly: try another one",
+            stops=True,
+        )
+
+
+def _tried_releases() -> str | None:
+    """Return the commands that install releases which ringspan was tried with, of packages that are newer."""
+    newer = [name for name in _NEEDED if _is_beyond(name)]
+    return "; ".join(pip_command(name) for name in newer) or None
+
+
+def _is_beyond(name: str) -> bool:
+    """Return whether a package is newer than all releases that ringspan was tried with."""
+    here = package_version(name)
+    bounds = [bound for bound in supported(name) if bound.operator == "<"]
+    return here is not None and any(Version(Version(here).base_version) >= Version(bound.version) for bound in bounds)
 
 
 def _has_backend(name: str) -> bool:
@@ -171,10 +231,15 @@ def _devices() -> list[dict[str, Any]]:
 
 
 def _problems_here(device: torch.device) -> Iterator[Problem]:
-    for name, least in _LEAST.items():
-        here, needed = package_version(name) or "none", ".".join(map(str, least))
-        if tuple(int(part) for part in re.findall(r"\d+", here)[: len(least)]) < least:
-            yield Problem(f"{name} is {here}, {needed} is needed", f"pip install '{name}>={needed}'", stops=True)
+    for name in _NEEDED:
+        here = package_version(name) or "none"
+        if _is_beyond(name):
+            # Whether it trains all the same is tried below; only that can stop.
+            yield Problem(f"{name} is {here}, newer than any release that ringspan was tried with", pip_command(name))
+        elif here == "none" or not supported(name).contains(Version(here).base_version, prereleases=True):
+            yield Problem(f"{name} is {here}, {shown(supported(name))} is needed", pip_command(name), stops=True)
+    for name in missing():
+        yield Problem(f"torch {torch.__version__} lacks {name}, which ringspan needs", pip_command("torch"), stops=True)
     backend = "nccl" if device.type == "cuda" else "gloo"
     if not _has_backend(backend):
         remedy = f"install a build of torch with {backend}: those for Linux on pytorch.org have it"

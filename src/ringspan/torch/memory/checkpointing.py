@@ -73,9 +73,11 @@ def check_checkpointing(model: PreTrainedModel, policy: str, offload: str, layer
     if policy != "none" and not model.supports_gradient_checkpointing:
         raise ConfigError(f"{type(model).__name__} has no activation checkpointing; use checkpoint='none'")
     if policy == "none" and any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        has_new_name = hasattr(model, "activation_checkpointing_disable")  # since transformers 5.23
+        turn_off = "activation_checkpointing_disable" if has_new_name else "gradient_checkpointing_disable"
         raise ConfigError(
-            "checkpoint='none', but the model's own checkpointing is on; call model.gradient_checkpointing_disable() "
-            "before, or use checkpoint='full'"
+            f"checkpoint='none', but the model's own checkpointing is on; call model.{turn_off}() before, or use "
+            "checkpoint='full'"
         )
 
 
