@@ -1,7 +1,7 @@
 """Run the tests with given releases of torch and transformers, and keep which releases passed.
 
 `python -m tests.versions` takes the newest of everything, `--torch 2.11.0 --transformers 5.17.0 --python 3.12` others;
-what follows `--` goes to pytest in place of the default folders. Each run is a row of
+what follows `--` are tests in place of the default folders. Each run is a row of
 `benchmarks/results/versions.json`, of which `python -m benchmarks.tables` makes docs/reference/versions.md. `--check`
 only compares that file with the package registry, and warns of releases that nobody has run.
 
@@ -51,7 +51,7 @@ def main() -> int:
     print("  ".join(f"{name} {versions[name]}" for name in SHOWN), flush=True)
     if arguments.only_install:
         return 0
-    row = run(python, versions, [*(arguments.pytest or FOLDERS)])
+    row = run(python, versions, [*(arguments.tests or FOLDERS)])
     keep(row)
     print(f"{row['passed']} passed, {row['failed']} failed, {row['skipped']} skipped; see {RESULT.relative_to(ROOT)}")
     return int(row["failed"] > 0)
@@ -61,14 +61,14 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.versions",
         description="Run the tests with given releases, by default the newest, and keep which passed.",
-        epilog="Example: python -m tests.versions --torch 2.14.1 --python 3.12 -- tests/torch/memory -n 2",
+        epilog="Example: python -m tests.versions --torch 2.14.1 --python 3.12 -- tests/torch/memory",
     )
     parser.add_argument("--torch", help="a release, as 2.14.1; by default the newest, also beyond what is supported")
     parser.add_argument("--transformers", help="a release, as 5.23.0")
     parser.add_argument("--python", default=f"{sys.version_info[0]}.{sys.version_info[1]}", help="as 3.12")
     parser.add_argument("--check", action="store_true", help="warn of releases in the registry that have no row")
     parser.add_argument("--only-install", action="store_true", help="make the environment and run no test")
-    parser.add_argument("pytest", nargs="*", help="arguments of pytest, after --")
+    parser.add_argument("tests", nargs="*", help="tests to run, after --; `tests` is the whole suite")
     return parser.parse_args()
 
 
@@ -107,13 +107,26 @@ print(json.dumps(found | {{"python": platform.python_version()}}))
     return json.loads(subprocess.run([python, "-c", asked], check=True, capture_output=True, text=True).stdout)
 
 
-def run(python: Path, versions: dict[str, str], pytest: list[str]) -> dict[str, Any]:
-    """Run pytest in an environment; return its counts, the names that failed, and the releases."""
-    report = ROOT / "build" / f"versions-{versions['torch']}-{versions['transformers']}-{versions['python']}.xml"
-    report.parent.mkdir(exist_ok=True)
-    command = [python, "-m", "pytest", "-m", "not long and not seeded", f"--junitxml={report}", *pytest]
-    subprocess.run(command, cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    return versions | {"date": date.today().isoformat(), "tests": pytest} | counts(report)
+# What may share the machine by a process for each core, then what waits for processes by the clock.
+STEPS: Final = {
+    "not alone": ["--numprocesses=logical", "--maxprocesses=4", "--dist=loadgroup"],
+    "alone": [],
+}
+
+
+def run(python: Path, versions: dict[str, str], tests: list[str]) -> dict[str, Any]:
+    """Run tests in an environment; return their counts, the names that failed, and the releases."""
+    name = f"versions-{versions['torch']}-{versions['transformers']}-{versions['python']}"
+    found: list[dict[str, Any]] = []
+    for number, (marked, workers) in enumerate(STEPS.items()):
+        report = ROOT / "build" / f"{name}-{number}.xml"
+        report.parent.mkdir(exist_ok=True)
+        command = [python, "-m", "pytest", "-m", f"{marked} and not long and not seeded", f"--junitxml={report}"]
+        settings = os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{python.parent}:{os.environ['PATH']}"}
+        subprocess.run([*command, *workers, *tests], cwd=ROOT, env=settings)
+        found.append(counts(report))
+    total = {key: sum((each[key] for each in found), type(found[0][key])()) for key in found[0]}
+    return versions | {"date": date.today().isoformat(), "tests": tests} | total
 
 
 def counts(report: Path) -> dict[str, Any]:
