@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,6 +22,7 @@ from ringspan.train.adapter import add_adapter
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.loop import train
 from ringspan.train.model import build_model, load_model_config
+from ringspan.train.run_folder.export import export_merged
 from tests.cases import long
 from tests.torch.models import build, relative, tokens
 from tests.train import runs
@@ -188,11 +189,75 @@ def test_a_merged_model_is_what_peft_merges_of_one_process(pool, base, name, ada
     ), "it learns"
 
 
-def test_an_adapter_of_a_tied_weight_is_not_merged(base):
-    config = settings(base, "tied", {"rank": 2, "merge": True, "target_modules": ["lm_head"]})
-    model = build("llama", vocab_size=300, hidden_size=32, intermediate_size=64, tie_word_embeddings=True)
-    with pytest.raises(ConfigError, match="merging would change both layers"):
-        add_adapter(model, config.adapter, config.model.path)
+TIED = [["embed_tokens"], ["lm_head"], ["embed_tokens", "lm_head"]]
+
+
+@pytest.fixture(scope="module")
+def tied_base(base):
+    """The folder of a model whose head and embedding share a weight."""
+    folder = base.parent / "tied base"
+    shutil.copytree(base, folder)
+    build(
+        "llama", vocab_size=300, hidden_size=32, intermediate_size=64, tie_word_embeddings=True, seed=3
+    ).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize(
+    "options", [*({"target_modules": each} for each in TIED), {"modules_to_save": ["lm_head"]}]
+)
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt2"])
+def test_an_adapter_of_tied_layers_opens_as_it_was_trained(kind, options, tmp_path):
+    plain = build(kind, tie_word_embeddings=True)
+    plain.save_pretrained(tmp_path / "base")
+    names = {"embed_tokens": "wte", "q_proj": "c_attn"} if kind == "gpt2" else {}
+    targets = [names.get(each, each) for each in options.get("target_modules", ["q_proj"])]
+    model: Any = get_peft_model(
+        AutoModelForCausalLM.from_pretrained(tmp_path / "base"),
+        LoraConfig(task_type="CAUSAL_LM", r=4, **options | {"target_modules": targets}),
+    )
+    torch.manual_seed(2)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.05 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path / "adapter")
+    ids = tokens(1, 19)
+    export_merged(tmp_path / "adapter", tmp_path / "merged")
+    opened = opened_by_the_command(tmp_path / "adapter")
+    exported, info = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    with torch.no_grad():
+        expected = model.eval()(input_ids=ids).logits
+        assert relative(plain.eval()(input_ids=ids).logits, expected) > 1e-2, "it changes something"
+        assert relative(opened(input_ids=ids).logits, expected) < 1e-5
+        assert relative(exported.eval()(input_ids=ids).logits, expected) < 1e-5
+
+
+def test_weights_stay_tied_where_the_adapter_leaves_them_equal(tied_base, tmp_path):
+    """Beside an adapter of other layers, and under tokens that train in embedding and head alike."""
+    for number, options in enumerate(({}, {"trainable_token_indices": [3, 5]})):
+        folder = tmp_path / str(number)
+        lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], **options)
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(tied_base), lora)
+        model.save_pretrained(folder)
+        opened = opened_by_the_command(folder)
+        assert opened.lm_head.weight is opened.model.embed_tokens.weight and opened.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["lm_head", "embed_tokens", "q_proj"]])
+def test_a_run_merges_tied_layers_as_it_trained_them(pool, tied_base, targets):
+    name = f"tied, {len(targets)}"
+    adapter = {"rank": 4, "merge": True, "target_modules": targets}
+    config = settings(
+        tied_base, name, adapter, mesh={"replicate": 2}, optimizer={"batch_size": 2, "learning_rate": 0.05}
+    )
+    _, model = one_process(config)
+    pool.run(train_on, 4, config)
+    found = AutoModelForCausalLM.from_pretrained(tied_base.parent / name / "model")
+    assert found.config.tie_word_embeddings == (targets == "all-linear")
+    assert (found.lm_head.weight is found.model.embed_tokens.weight) == (targets == "all-linear")
+    with torch.no_grad():
+        assert relative(found.eval()(tokens(1, 19)).logits, model.eval()(tokens(1, 19)).logits) < 1e-4
 
 
 def stop_after_two(mesh: Any, config: TrainConfig) -> None:

@@ -19,8 +19,9 @@ from ringspan.core.messages.lines import refused
 from ringspan.generate.settings import GenerateSettings
 from ringspan.torch.layers.decoder import text_config
 from ringspan.torch.layers.positions import num_trained_positions
-from ringspan.torch.model.adapters import asking_as_before
+from ringspan.torch.model.adapters import asking_as_before, base_of
 from ringspan.torch.model.support import refuse_config, refuse_quantised
+from ringspan.torch.model.tied import settle_ties, tied_names, untie
 from ringspan.torch.tensor_parallel.split import refuse_heads
 from ringspan.torch.weights.files import WeightFiles, folder_of
 from ringspan.torch.weights.loading import read_whole, unread_model
@@ -129,5 +130,13 @@ def _with_adapter(model: PreTrainedModel, folder: str) -> PreTrainedModel:
     if not Path(folder, ADAPTER_WEIGHTS).is_file():
         raise ConfigError(f"{folder}: has no {ADAPTER_WEIGHTS}; save the adapter with save_pretrained")
     kinds = OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError
+    tied = tied_names(model)
     with refused(f"{folder}: is no adapter for this model", *kinds), asking_as_before():
-        return PeftModel.from_pretrained(model, folder, is_trainable=False).merge_and_unload(safe_merge=True)
+        peft = PeftModel.from_pretrained(model, folder, is_trainable=False)
+        is_apart = tied_names(base_of(peft)) != tied  # names of layers that the adapter wraps differ
+        if is_apart:
+            untie(base_of(peft))
+        merged = peft.merge_and_unload(safe_merge=True)
+    if is_apart:
+        settle_ties(merged, tied)
+    return merged

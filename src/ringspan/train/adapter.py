@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ringspan.core.errors import CheckpointError, ConfigError
+from ringspan.core.errors import CheckpointError
 from ringspan.core.messages.lines import refused
 from ringspan.torch.model.adapters import adapter_weights, asking_as_before, base_of
+from ringspan.torch.model.tied import note_untied, tied_names
 from ringspan.torch.weights.deferred import Deferred, Region, deferred, part, shape_of
 from ringspan.torch.weights.loading import auto_class
 from ringspan.torch.weights.writing import MAX_SHARD_SIZE, WeightsPlan, plan_files, saved_names, shards_of
@@ -39,25 +40,9 @@ def add_adapter(model: PreTrainedModel, settings: AdapterConfig, path: str | Non
     where = f"adapter.target_modules = {targets}"
     with refused(where, ValueError, TypeError, NotImplementedError), asking_as_before():
         peft: Any = get_peft_model(model, lora)
-    if settings.merge:
-        _refuse_tied(peft)
     if path is not None and Path(path).is_dir():  # so that the adapter finds it from anywhere
         peft.peft_config["default"].base_model_name_or_path = str(Path(path).resolve())
     return peft
-
-
-def _refuse_tied(peft: nn.Module) -> None:
-    """Refuse to merge into weights shared by two layers: the other would change too."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in peft.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    for each in names.values():
-        if len(each) > 1 and any(".base_layer." in name for name in each):
-            shown = " and ".join(name.removeprefix(BASE_PREFIX).replace(".base_layer.", ".") for name in each)
-            raise ConfigError(
-                f"adapter.merge = true: {shown} are one weight, so that merging would change both layers; leave merge "
-                "out, or name other target_modules"
-            )
 
 
 def write_adapter(model: Any, weights: dict[str, Any], folder: Path) -> None:
@@ -68,28 +53,36 @@ def write_adapter(model: Any, weights: dict[str, Any], folder: Path) -> None:
 
 
 def plan_merged(model: Any, config: PreTrainedConfig, dtype: torch.dtype, *, is_writer: bool) -> WeightsPlan:
-    """Plan a merged model's files, on all ranks; the writer gets the adapter, then each whole tensor in turn."""
+    """Plan a merged model's files, on all ranks; the writer gets the adapter, then each whole tensor in turn.
+
+    Where layers of the adapter share a weight, the merged layers do not, and ``config`` says so from then on.
+    """
     from peft import get_peft_model
 
     matrices = adapter_weights(model, {})
+    base: Any = base_of(model)
     with torch.device("meta"), asking_as_before():
         auto = auto_class(config, sees=True)
         plain: Any = auto.from_config(config)
+        if tied_names(plain) != tied_names(base):  # names of layers that the adapter wraps differ
+            note_untied(config)
+            plain = auto.from_config(config)
         alone: Any = None  # PEFT changes the model that it is given
         if is_writer:
             alone = get_peft_model(auto.from_config(config), model.peft_config["default"])
-    names = saved_names(plain)
-    tensors: dict[str, Deferred] = {}
-    base: Any = base_of(model)
-    for name, tensor in shards_of(base, base.ring_mesh).items():
-        plain_name = name.replace(_INNER, ".")
-        if plain_name not in names:
-            continue  # the adapter's own
-        if _INNER in name and name.endswith(".weight"):
-            path = name.removesuffix(f"{_INNER}weight")
-            layer = _layer(alone, path, matrices) if is_writer else None
-            tensor = deferred(_Merged(plain_name, tensor, layer, len(tensors)))
-        tensors[plain_name] = tensor
+    names, tensors = saved_names(plain), dict[str, Deferred]()
+    every_name = saved_names(base)
+    for saved_name, tensor in shards_of(base, base.ring_mesh).items():
+        for name in every_name[saved_name]:
+            plain_name = name.replace(_INNER, ".")
+            if plain_name not in names:
+                continue  # the adapter's own, and further names of a weight that stays shared
+            whole = tensor
+            if _INNER in name and name.endswith(".weight"):
+                path = name.removesuffix(f"{_INNER}weight")
+                layer = _layer(alone, path, matrices) if is_writer else None
+                whole = deferred(_Merged(plain_name, tensor, layer, len(tensors)))
+            tensors[plain_name] = whole
     if missing := sorted(names.keys() - tensors.keys()):
         raise CheckpointError(
             f"the model has no {missing[0]} to be merged; use the model that the adapter was trained on"

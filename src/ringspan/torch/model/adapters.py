@@ -24,9 +24,11 @@ if TYPE_CHECKING:
 
 @contextmanager
 def asking_as_before() -> Iterator[None]:
-    """Silence PEFT's use of a deprecated transformers name, which users cannot change."""
+    """Silence PEFT's use of a deprecated transformers name, and its advice to untie before merging, which is followed."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
+        warnings.filterwarnings("ignore", "Model (with|has) `tie_word_embeddings=True`", UserWarning)
+        warnings.filterwarnings("ignore", "Input and output embeddings are no longer tied", UserWarning)
         yield
 
 

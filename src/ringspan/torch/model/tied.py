@@ -1,0 +1,52 @@
+"""Weights that several layers share, and copies of them where an adapter changes these layers differently.
+
+The head of a tied model multiplies by its embedding's weight. An adapter of one of the two, once merged into that weight,
+would change the other as well, so that each gets its own copy first.
+"""
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+
+def tied_names(model: nn.Module) -> list[list[str]]:
+    """Return the names of each parameter that has several."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return [each for each in names.values() if len(each) > 1]
+
+
+def untie(model: nn.Module) -> None:
+    """Give each name of a shared parameter its own copy."""
+    for names in tied_names(model):
+        for name in names[1:]:
+            path, _, own = name.rpartition(".")
+            module = model.get_submodule(path)
+            parameter = module._parameters[own]
+            assert parameter is not None, "it is named"
+            copy = parameter.detach().clone()
+            module._parameters[own] = nn.Parameter(copy, requires_grad=parameter.requires_grad)
+
+
+def settle_ties(model: PreTrainedModel, tied: list[list[str]]) -> None:
+    """Share again the parameters of these names where they are still equal; else no weight of the model is shared."""
+    for first, *others in tied:
+        kept = model.get_parameter(first)
+        if not all(torch.equal(kept, model.get_parameter(name)) for name in others):
+            untie(model)
+            note_untied(model.config)
+            return
+    for first, *others in tied:
+        for name in others:
+            path, _, own = name.rpartition(".")
+            model.get_submodule(path)._parameters[own] = model.get_parameter(first)
+    model.config.tie_word_embeddings = True  # PEFT unsets it when it merges copies
+
+
+def note_untied(config: PreTrainedConfig) -> None:
+    """Let a model's config, and those of its parts, say that no weights are shared."""
+    parts = (getattr(config, name, None) for name in config.sub_configs)
+    for each in (config, *parts):
+        if getattr(each, "tie_word_embeddings", False):
+            each.tie_word_embeddings = False  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
