@@ -203,9 +203,7 @@ def tied_base(base):
     return folder
 
 
-@pytest.mark.parametrize(
-    "options", [*({"target_modules": each} for each in TIED), {"modules_to_save": ["lm_head"]}]
-)
+@pytest.mark.parametrize("options", [*({"target_modules": each} for each in TIED), {"modules_to_save": ["lm_head"]}])
 @pytest.mark.parametrize("kind", ["llama", "gemma3", "gpt2"])
 def test_an_adapter_of_tied_layers_opens_as_it_was_trained(kind, options, tmp_path):
     plain = build(kind, tie_word_embeddings=True)

@@ -1,6 +1,6 @@
 """Weights that several layers share, and copies of them where an adapter changes these layers differently.
 
-The head of a tied model multiplies by its embedding's weight. An adapter of one of the two, once merged into that weight,
+The head of a tied model multiplies by its embedding's weight. An adapter of one of the two, merged into that weight,
 would change the other as well, so that each gets its own copy first.
 """
 
