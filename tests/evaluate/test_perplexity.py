@@ -79,3 +79,9 @@ def test_files_are_taken_by_length_and_the_rest_is_named(tmp_path):
     ]
     with pytest.raises(ConfigError, match="--length 200: the longest document has 91 tokens"):
         chosen(texts, settings, [200], tokenizer)
+
+
+def test_a_wrong_length_is_named_by_the_commands_own_option():
+    for task, option in ((PERPLEXITY, "--length"), ("lines", "--lengths")):
+        with pytest.raises(ConfigError, match=rf"\A{option} 0: at least 2 tokens are needed"):
+            EvalSettings(folder="m", task=task, lengths=(0,))

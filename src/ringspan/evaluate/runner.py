@@ -53,7 +53,7 @@ def plans(every: Sequence[EvalSettings]) -> list[Plan | None]:
     def make() -> None:
         for settings in every:
             config = load_config(settings.generating())
-            tokenizer = load_tokenizer(settings.folder, config)
+            tokenizer = load_tokenizer(settings.folder, config, chats=settings.chats)
             try:
                 found.append(plan(settings, config, tokenizer))
             except ConfigError as error:
@@ -98,7 +98,7 @@ def evaluate_rank(
 ) -> EvalResult:
     """Run a rank's part of the plan; return the ``--json`` result on every rank."""
     config = load_config(settings.generating(1))
-    tokenizer = load_tokenizer(settings.folder, config)
+    tokenizer = load_tokenizer(settings.folder, config, chats=settings.chats)
     observer = observer or EvalObserver()
     records = Records(records_file(Path(out), settings.task, settings.folder, identity(settings)))
 

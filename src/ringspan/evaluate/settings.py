@@ -39,7 +39,8 @@ class EvalSettings(ModelSettings):
                 raise ConfigError(f"--{name} {','.join(map(str, values))}: give at least one, and none twice")
         for length in self.lengths:
             if length < 2:
-                raise ConfigError(f"--lengths {length}: at least 2 tokens are needed")
+                option = "--length" if self.task == PERPLEXITY else "--lengths"
+                raise ConfigError(f"{option} {length}: at least 2 tokens are needed")
         for depth in self.depths:
             if not (math.isfinite(depth) and 0 <= depth <= 1):
                 raise ConfigError(f"--depths {depth}: should be from 0 (beginning of the text) to 1 (its end)")
@@ -49,6 +50,11 @@ class EvalSettings(ModelSettings):
         for path in self.text:
             if not Path(path).is_file():
                 raise ConfigError(f"--text {path}: is no file; give one that exists")
+
+    @property
+    def chats(self) -> bool:
+        """Return whether prompts are written by the chat template, if there is one."""
+        return self.task != PERPLEXITY and not self.plain
 
     @property
     def cells(self) -> list[tuple[int, float | None]]:

@@ -16,6 +16,7 @@ from ringspan.core.files.named import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MODEL_CON
 from ringspan.core.files.weights import INDEX, WEIGHTS
 from ringspan.core.messages.extras import require
 from ringspan.core.messages.lines import refused
+from ringspan.generate.chat_template import refuse_broken
 from ringspan.generate.settings import GenerateSettings
 from ringspan.torch.layers.decoder import text_config
 from ringspan.torch.layers.positions import num_trained_positions
@@ -77,13 +78,22 @@ def has_tokenizer(folder: str) -> bool:
     return any(Path(folder, name).exists() for name in names)
 
 
-def load_tokenizer(folder: str, config: PreTrainedConfig) -> Tokenizer:
-    """Load the tokenizer; raise ConfigError if it is missing or has another vocabulary than the model."""
-    if not has_tokenizer(folder):
+def tokenizer_folder(folder: str) -> str | None:
+    """Return the folder whose tokenizer is taken: this one, or that of its adapter's base; None without any."""
+    return next((each for each in (folder, base_folder(folder)) if has_tokenizer(each)), None)
+
+
+def load_tokenizer(folder: str, config: PreTrainedConfig, *, chats: bool = False) -> Tokenizer:
+    """Load the tokenizer; raise ConfigError if it is missing, has another vocabulary, or cannot write what it is for.
+
+    With ``chats``, a chat template must be valid where there is one.
+    """
+    source = tokenizer_folder(folder)
+    if source is None:
         raise ConfigError(f"{folder}: has no tokenizer (tokenizer.json); save it there with save_pretrained")
     # tokenizers raises plain Exceptions for files that it cannot read
     with refused(f"{folder}: its tokenizer cannot be read", Exception):
-        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(source, local_files_only=True, trust_remote_code=False)
     # Tokens that were added, an image's say, may have ids beyond a model of text; a prompt that has them is refused.
     vocabulary = text_config(config).vocab_size
     if tokenizer.vocab_size > vocabulary:
@@ -91,6 +101,8 @@ def load_tokenizer(folder: str, config: PreTrainedConfig) -> Tokenizer:
             f"{folder}: its tokenizer has {tokenizer.vocab_size} tokens, the model only {vocabulary}; use the "
             "tokenizer that belongs to the model"
         )
+    if chats and tokenizer.chat_template:
+        refuse_broken(tokenizer, source)
     return tokenizer
 
 

@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from ringspan.core.costs import training_flops
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.lines import refused
+from ringspan.generate.chat_template import refuse_broken
 from ringspan.plan.model.hub import from_hub
 from ringspan.torch.layers.decoder import decoder_of, head_counts, head_sizes, text_config, without_attention
 from ringspan.torch.model.support import refuse_config, refuse_quantised
@@ -165,6 +166,7 @@ def load_processor(settings: ModelConfig, model_config: PreTrainedConfig, kept: 
         )
     if getattr(processor, "chat_template", None) is None:
         raise ConfigError(f"model.tokenizer = {source!r}: has no chat template, which data.messages need")
+    refuse_broken(processor, where)
     _refuse_foreign(tokenizer, text_config(model_config).vocab_size)
     return processor
 

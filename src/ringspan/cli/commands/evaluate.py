@@ -219,7 +219,7 @@ def run(every: list[EvalSettings], out: str, nproc: int | None, names: list[str]
         from ringspan.generate.folder import load_config, load_tokenizer
 
         for settings in every:
-            load_tokenizer(settings.folder, load_config(settings.generating()))
+            load_tokenizer(settings.folder, load_config(settings.generating()), chats=settings.chats)
         return every, out, names
 
     check = every[0].generating().check_ranks

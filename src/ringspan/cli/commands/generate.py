@@ -122,7 +122,7 @@ def run(
         text()
 
     def found() -> tuple[str | None, Any]:
-        return text(), prompt_ids(settings, text())
+        return text(), prompt_ids(settings, text(), chats=chat)
 
     def arguments() -> tuple[Any, ...]:
         if under_torchrun:
@@ -154,7 +154,7 @@ def _standard_input() -> Iterator[str]:
         yield pipe
 
 
-def prompt_ids(settings: "GenerateSettings", text: str | None, most: int | None = None) -> Any:
+def prompt_ids(settings: "GenerateSettings", text: str | None, most: int | None = None, *, chats: bool = False) -> Any:
     """Tokenize at most ``most`` tokens and check the model's room; none for a chat that has not begun."""
     import numpy as np
 
@@ -162,7 +162,7 @@ def prompt_ids(settings: "GenerateSettings", text: str | None, most: int | None 
 
     hush()
     config = load_config(settings)
-    tokenizer = load_tokenizer(settings.folder, config)
+    tokenizer = load_tokenizer(settings.folder, config, chats=chats)
     if text is None:
         return np.array([])
     is_beginning = settings.load_cache is None  # of the whole text, where a tokenizer may put a token of its own

@@ -64,7 +64,7 @@ def run_harness(settings: HarnessSettings, out: Path) -> dict[str, Any] | None:
     manager = known_tasks(settings.include, settings.tasks)
     check_tasks(settings.tasks, manager)
     config = load_config(settings.generating())
-    tokenizer = load_tokenizer(settings.folder, config)
+    tokenizer = load_tokenizer(settings.folder, config, chats=settings.chat)
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"{settings.folder}: its tokenizer has no eos_token, at which lm-eval's answers end; set one")
     if settings.chat and not tokenizer.chat_template:

@@ -26,7 +26,8 @@ class DataConfig(Table):
     messages: str | None = Field(default=None, examples=["messages"])
     """The field with a conversation, a list of messages with role and content, in .json and .jsonl files, instead of
     text_field. Contents may have parts of type "image", "video" and "audio" with a path relative to their file (a video
-    also a list of frames). The model's processor turns each conversation into a sequence."""
+    also a list of frames). The model's processor turns each conversation into a sequence. For tools and
+    other keys see docs/multimodal.md."""
     shared_prefix: bool = False
     """Compute once what the conversations of a micro-step begin with alike, such as a system prompt or earlier turns;
     for messages of text. The loss stays the same."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ringspan.core.errors import ConfigError
-from ringspan.core.messages.lines import refused
+from ringspan.core.messages.lines import few, refused
 from ringspan.train.config.data_table import DataConfig, find_files
 from ringspan.train.data.documents import NOT_UTF8, json_rows
 
@@ -20,18 +20,28 @@ from ringspan.train.data.documents import NOT_UTF8, json_rows
 MEDIA: Final = ("image", "video", "audio")
 _KEYS: Final = ("path", "url")  # of each of them, beside its own name
 _ENDINGS: Final = (".jsonl", ".json")
+# Keys of a row beside its messages.
+_LISTS: Final = ("tools", "documents")
+_VARIABLES: Final = "chat_template_kwargs"
 
 
 @dataclass(frozen=True)
 class Example:
     messages: list[dict[str, Any]]
-    """Contents are lists of parts; paths are absolute, a list of them for the frames of a video."""
+    """Contents are lists of parts; paths are absolute, a list of them for the frames of a video. Beside tool calls, a
+    content may be None or missing."""
     place: str
+    beside: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Tools and documents, for the chat template."""
+    variables: dict[str, Any] = field(default_factory=dict[str, Any])
+    """Other variables of the chat template."""
+    untrained: tuple[int, ...] = ()
+    """Indices of messages whose tokens are no targets."""
 
     @property
     def media(self) -> list[Path]:
-        parts = (part for message in self.messages for part in message["content"] if part["type"] in MEDIA)
-        return [Path(name) for part in parts for name in _names(part[part["type"]])]
+        parts = (part for message in self.messages for part in message.get("content") or ())
+        return [Path(name) for part in parts if part["type"] in MEDIA for name in _names(part[part["type"]])]
 
 
 @dataclass(frozen=True)
@@ -44,7 +54,8 @@ class Conversations:
         digest = hashlib.sha256()
         for example in self.examples:
             stamps = [(path.stat().st_size, path.stat().st_mtime_ns) for path in example.media]
-            digest.update(json.dumps([example.messages, stamps], sort_keys=True).encode())
+            more = [each for each in (example.beside, example.variables, example.untrained) if each]
+            digest.update(json.dumps([example.messages, stamps, *more], sort_keys=True).encode())
         return digest.hexdigest()
 
 
@@ -77,29 +88,81 @@ def _rows(file: Path) -> Iterator[tuple[str, Any]]:
 
 def _example(row: object, name: str, place: str, folder: Path) -> Example:
     messages = row.get(name) if isinstance(row, dict) else None
-    if not _is_list(messages) or not messages:
+    if not isinstance(row, dict) or not _is_list(messages) or not messages:
         raise ConfigError(f"data.messages = {name!r}: {place} has no list of messages there; name another field")
-    made: list[dict[str, Any]] = []
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
-            raise ConfigError(f"{place}: a message needs a role and content, got {json.dumps(message)[:80]}")
-        content = message["content"]
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-        if not _is_list(parts):
-            raise ConfigError(f"{place}: content must be text or a list of parts, got {type(content).__name__}")
-        made.append(message | {"content": [_part(part, place, folder) for part in parts]})
-    return Example(made, place)
+    beside, variables = _beside(row, name, place)
+    made = [_message(message, place, folder) for message in messages]
+    untrained = tuple(number for number, message in enumerate(made) if not _is_trained(message, place))
+    return Example(made, place, beside, variables, untrained)
+
+
+def _beside(row: dict[str, Any], name: str, place: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a row has for the chat template beside its messages, in the form of TRL's data sets."""
+    given = {key: _without_nones(value) for key, value in row.items() if key != name and value is not None}
+    if unknown := sorted(given.keys() - {*_LISTS, _VARIABLES}):
+        raise ConfigError(
+            f"{place}: has {few(unknown)} beside {name}, which training does not read; take it out of the row, or put what "
+            f"the chat template is to read into {_VARIABLES}"
+        )
+    variables = given.pop(_VARIABLES, {})
+    if not isinstance(variables, dict):
+        raise ConfigError(f"{place}: {_VARIABLES} must be an object, got {json.dumps(variables)[:80]}")
+    for key, value in given.items():
+        if key == "tools" and isinstance(value, str):  # as TRL takes them, since their schemas differ from row to row
+            with refused(f"{place}: tools is no JSON", ValueError, remedy="; correct it"):
+                value = given[key] = json.loads(value)
+        if not _is_list(value) or not all(isinstance(each, dict) for each in value):
+            raise ConfigError(f"{place}: {key} must be a list of objects, got {json.dumps(value)[:80]}")
+    # Templates that ask only whether there is a list would write an empty one.
+    return {key: value for key, value in given.items() if value}, variables
+
+
+def _message(message: Any, place: str, folder: Path) -> dict[str, Any]:
+    given = _without_nones(message)
+    if not isinstance(given, dict) or not isinstance(given.get("role"), str):
+        raise ConfigError(f"{place}: a message needs a role and content, got {json.dumps(message)[:80]}")
+    content = given.pop("content", None)
+    if not given.get("tool_calls", True):
+        del given["tool_calls"]  # a list of none
+    if content is None:
+        if "tool_calls" not in given:
+            raise ConfigError(
+                f"{place}: a message needs a role and content, or tool_calls, got {json.dumps(message)[:80]}"
+            )
+        return given | ({"content": None} if "content" in message else {})  # templates may tell these apart
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    if not _is_list(parts):
+        raise ConfigError(f"{place}: content must be text or a list of parts, got {type(content).__name__}")
+    return given | {"content": [_part(part, place, folder) for part in parts]}
+
+
+def _is_trained(message: dict[str, Any], place: str) -> bool:
+    """Take out of a message whether its tokens are targets: ``weight`` of 0 or 1, or ``train``."""
+    weight, train = message.pop("weight", 1), message.pop("train", True)
+    if weight not in (0, 1):
+        raise ConfigError(f"{place}: weight = {json.dumps(weight)[:80]} of a message: must be 0 or 1; set it to one")
+    if not isinstance(train, bool):
+        raise ConfigError(f"{place}: train = {json.dumps(train)[:80]} of a message: must be true or false; set it")
+    return bool(weight) and train
+
+
+def _without_nones(value: Any) -> Any:
+    """Drop keys without a value at any depth: rows of a table have every key in every place."""
+    if isinstance(value, dict):
+        return {key: _without_nones(each) for key, each in value.items() if each is not None}
+    return [_without_nones(each) for each in value] if isinstance(value, list) else value
 
 
 def _part(part: Any, place: str, folder: Path) -> dict[str, Any]:
     """Convert a message's part to the processors' form: its absolute path under its type."""
     kind = part.get("type") if isinstance(part, dict) else None
     if kind == "text" and isinstance(part.get("text"), str):
+        if unknown := sorted(part.keys() - {"type", "text"}):
+            raise ConfigError(f"{place}: a part of text has {few(unknown)}, which nothing reads; leave it out")
         return part
     if kind not in MEDIA:
         raise ConfigError(f"{place}: a part must be text, image, video or audio, got {json.dumps(part)[:80]}")
-    # Rows of a table have every key in every part, None where it says nothing.
-    given = {key: value for key, value in part.items() if value is not None and key != "type"}
+    given = {key: value for key, value in part.items() if key != "type"}
     if unknown := sorted(given.keys() - {kind, *_KEYS}):
         raise ConfigError(
             f"{place}: its {kind} has {', '.join(unknown)}, which processors do not read there; leave it out, or set "

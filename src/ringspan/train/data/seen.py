@@ -4,9 +4,11 @@ Padded on the right. Every rank of a ring makes a step's pixels, then moves its 
 """
 
 import copy
+import inspect
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Any, Final, SupportsIndex
 
 import numpy as np
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.lines import refused
+from ringspan.generate.chat_template import reads, template_of
 from ringspan.torch.data.batch import IGNORED
 from ringspan.torch.data.media import MEDIA as INPUTS
 from ringspan.torch.data.media import TOKEN_TYPES
@@ -27,6 +30,9 @@ VIDEO_REMEDY: Final = (
 )
 # As transformers looks for it, and Jinja's other way to keep the space before.
 _ANSWER: Final = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+_ASKING: Final = ("system", "developer", "user", "tool")  # roles without answers
+_IDENTITIES: Final = {"role", "content", "name", "tool_call_id"}  # a template may leave out the last two
+_REASONING: Final = ("reasoning_content", "thinking", "reasoning")  # one is given to templates under all these names
 
 
 class SeenSequences:
@@ -46,10 +52,8 @@ class SeenSequences:
         self._pad: int = next(i for i in ids if i is not None)
         named = (getattr(processor, f"{kind}_token_id", None) for kind in MEDIA)
         self._placeholders = torch.tensor([token for token in named if isinstance(token, int)])
-        template = getattr(processor, "chat_template", "")
-        if isinstance(template, dict):  # of several, by their names, the processor takes this one
-            template = template.get("default", "")
-        self._marks_answers = _ANSWER.search(template) is not None
+        for example in examples:
+            _refuse_unread(example, processor)
 
     @property
     def seen_tokens(self) -> float:
@@ -65,7 +69,9 @@ class SeenSequences:
 
     def __getitem__(self, index: SupportsIndex) -> dict[str, Tensor]:
         example = self._examples[operator.index(index)]
-        made = self._processed(example)
+        marks_answers = _marks_answers(example, self._processor)
+        messages = self._given(example)
+        made = self._processed(example, messages)
         tokens, length = made["input_ids"][0], self.sequence_length_tokens
         if len(tokens) > length:
             raise ConfigError(
@@ -73,10 +79,14 @@ class SeenSequences:
                 "its images; raise it, or shorten the example"
             )
         targets = tokens.masked_fill(torch.isin(tokens, self._placeholders), IGNORED)
-        if self._marks_answers:
-            targets = tokens.masked_fill(torch.as_tensor(made["assistant_masks"]).view(-1) == 0, IGNORED)
+        if marks_answers:
+            targets = tokens.masked_fill(_is_answer(made) == 0, IGNORED)
+        why = "the chat template marks no answer in it" if marks_answers else "it has only images, no text"
+        if example.untrained and not bool((targets[1:] == IGNORED).all()):
+            why = "weight = 0 or train = false leave none in its messages"
+            for start, stop in self._untrained(example, messages, made):
+                targets[start:stop] = IGNORED
         if bool((targets[1:] == IGNORED).all()):
-            why = "the chat template marks no answer in it" if self._marks_answers else "it has only images, no text"
             raise ConfigError(f"{example.place}: has no target: {why}; correct it, or leave it out")
         sequence = {
             "input_ids": _padded(tokens, length, self._pad),
@@ -107,31 +117,131 @@ class SeenSequences:
                 found[name] = torch.cat(parts)
         return found
 
-    def _processed(self, example: Example) -> dict[str, Any]:
+    def _given(self, example: Example) -> list[dict[str, Any]]:
+        """Return the messages as the processor takes them: with frames, or of a model of text with contents of text."""
         messages = copy.deepcopy(example.messages)  # which some versions of transformers change
-        for part in (part for message in messages for part in message["content"]):
-            if part["type"] == "video" and isinstance(part["video"], list):
-                part["video"] = _frames(part["video"], example.place)
-        if self._sees_nothing:
-            if example.media:
-                raise ConfigError(
-                    f"{example.place}: {example.media[0]} needs a processor in the folder of model.tokenizer"
-                )
-            for message in messages:
-                message["content"] = "".join(part["text"] for part in message["content"])
+        if self._sees_nothing and example.media:
+            raise ConfigError(f"{example.place}: {example.media[0]} needs a processor in the folder of model.tokenizer")
+        for message in messages:
+            content = message.get("content")
+            if self._sees_nothing:
+                if content is not None:
+                    message["content"] = "".join(part["text"] for part in content)
+                continue
+            message["content"] = content or []
+            for part in message["content"]:
+                if part["type"] == "video" and isinstance(part["video"], list):
+                    part["video"] = _frames(part["video"], example.place)
+        if self._sees_nothing and any(message.get("content") is None for message in messages):
+            return self._with_contents(example, messages)
+        return messages
+
+    def _with_contents(self, example: Example, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return empty texts for missing contents, if the template cannot do without, or would write ``None``."""
+        empty = [message | {"content": message.get("content") or ""} for message in messages]
+        options = example.beside | example.variables | {"tokenize": False}
+        try:
+            written = self._processor.apply_chat_template(messages, **options)
+        except Exception:  # a template that needs a text
+            return empty
+        with refused(f"{example.place}: its chat template refuses it", Exception, remedy="; correct the example"):
+            other = self._processor.apply_chat_template(empty, **options)
+        return empty if written.count("None") > other.count("None") else messages
+
+    def _processed(self, example: Example, messages: list[dict[str, Any]]) -> dict[str, Any]:
         options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_tensors": "pt"}
-        if self._marks_answers:
+        if _marks_answers(example, self._processor):
             options["return_assistant_tokens_mask"] = True
+        options |= example.beside | example.variables
         where = f"{example.place}: {type(self._processor).__name__}"
         with (
             # Of any processor and template: a size that it refuses, a file that is no image.
             refused(f"{where} refuses it", Exception, remedy="; correct the example"),
             refused(f"{where} needs a package that is missing", ImportError, remedy=f"; {VIDEO_REMEDY}"),
         ):
-            made = dict(self._processor.apply_chat_template([messages], **options))
+            made = dict(self._processor.apply_chat_template([copy.deepcopy(messages)], **options))
         if unknown := sorted(set(made) - INPUTS - {"input_ids", "attention_mask", "assistant_masks"}):
             raise ConfigError(f"{where} makes {', '.join(unknown)}, which rs.shard_batch does not take")
         return made
+
+    def _untrained(
+        self, example: Example, messages: list[dict[str, Any]], made: dict[str, Any]
+    ) -> Iterator[tuple[int, int]]:
+        """Yield the ranges of tokens of messages that are no targets."""
+        find = self._answers if _marks_answers(example, self._processor) else self._written
+        ranges = find(example, messages, made)
+        if ranges is None:
+            raise ConfigError(
+                f"{example.place}: has weight = 0 or train = false, and the chat template writes a message otherwise "
+                "once others follow, so that its tokens are not known; leave these keys out, or use another template"
+            )
+        for number in example.untrained:
+            yield from ranges[number]
+
+    def _answers(
+        self, example: Example, messages: list[dict[str, Any]], made: dict[str, Any]
+    ) -> list[list[tuple[int, int]]] | None:
+        """Return the marked ranges of each message, told apart by how many its beginnings have; None if not known."""
+        runs, found, so_far = _runs(_is_answer(made)), list[list[tuple[int, int]]](), 0
+        for number, message in enumerate(messages, start=1):
+            count = so_far
+            if message["role"] not in _ASKING:
+                part = made if number == len(messages) else self._processed(example, messages[:number])
+                count = len(_runs(_is_answer(part)))
+            found.append(runs[so_far:count])
+            so_far = count
+        return found if so_far == len(runs) else None
+
+    def _written(
+        self, example: Example, messages: list[dict[str, Any]], made: dict[str, Any]
+    ) -> list[list[tuple[int, int]]] | None:
+        """Return the range of each message of untrained ones; None if its beginnings are not written alike."""
+        tokens, stops = made["input_ids"][0], {0: 0, len(messages): len(made["input_ids"][0])}
+        for number in sorted({each + more for each in example.untrained for more in (0, 1)} - stops.keys()):
+            part = self._processed(example, messages[:number])["input_ids"][0]
+            if not torch.equal(part, tokens[: len(part)]):
+                return None
+            stops[number] = len(part)
+        return [
+            [(stops[number], stops[number + 1])] if number in example.untrained else []
+            for number in range(len(messages))
+        ]
+
+
+def _marks_answers(example: Example, processor: Any) -> bool:
+    return _ANSWER.search(template_of(processor, has_tools="tools" in example.beside)) is not None
+
+
+def _is_answer(made: dict[str, Any]) -> Tensor:
+    return torch.as_tensor(made["assistant_masks"]).view(-1)
+
+
+def _runs(mask: Tensor) -> list[tuple[int, int]]:
+    """Return the ranges of a mask that are set."""
+    edges = torch.diff(mask.long(), prepend=torch.zeros(1).long(), append=torch.zeros(1).long()).nonzero().flatten()
+    return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))
+
+
+def _refuse_unread(example: Example, processor: Any) -> None:
+    """Raise ConfigError for what the chat template would drop, by its place and name."""
+    template = template_of(processor, has_tools="tools" in example.beside)
+    own = _own_arguments(type(processor))
+    for name in example.variables:
+        if name in own:
+            raise ConfigError(f"{example.place}: {name} in chat_template_kwargs is set by training; leave it out")
+    in_messages = {name for message in example.messages for name in message} - _IDENTITIES
+    for name in (*example.beside, *example.variables, *sorted(in_messages)):
+        others = _REASONING if name in _REASONING else (name,)
+        if not any(reads(template, each) for each in others):
+            raise ConfigError(
+                f"{example.place}: has {name}, which the chat template of model.tokenizer does not read; leave it out, "
+                "or use a template that does"
+            )
+
+
+@lru_cache
+def _own_arguments(kind: type) -> frozenset[str]:
+    return frozenset(inspect.signature(kind.apply_chat_template).parameters) | {"messages"}
 
 
 def _frames(names: list[str], place: str) -> NDArray[np.uint8]:

@@ -19,7 +19,7 @@ from ringspan.checkpoints.shards import Chunk, TensorEntry, read_chunk, read_man
 from ringspan.core.errors import CheckpointError, ConfigError
 from ringspan.core.files.named import ADAPTER_CONFIG, read_small
 from ringspan.core.messages.lines import one_line, refused
-from ringspan.generate.folder import base_folder, has_tokenizer, load_config, load_model, load_tokenizer
+from ringspan.generate.folder import load_config, load_model, load_tokenizer, tokenizer_folder
 from ringspan.generate.settings import GenerateSettings
 from ringspan.torch.layers.positions import as_trained, note_length
 from ringspan.torch.layers.view import RingModel
@@ -214,8 +214,8 @@ def export_merged(
 
     def write_rest(scratch: Path) -> None:
         model.save_pretrained(scratch, state_dict={})
-        if source := next(filter(has_tokenizer, (str(adapter), base_folder(str(adapter)))), None):
-            load_tokenizer(source, config).save_pretrained(scratch)
+        if tokenizer_folder(str(adapter)) is not None:
+            load_tokenizer(str(adapter), config).save_pretrained(scratch)
 
     _write(plan, model.num_parameters(), folder, write_rest, doing)
     return plan.num_bytes
