@@ -106,6 +106,28 @@ def test_an_adapter_trains_as_on_one_process(pool, base, name, adapter, changes)
         assert relative(found_model(ids).logits, model(ids).logits) < 1e-4
 
 
+def test_an_adapter_is_not_opened_over_other_weights(pool, base, tmp_path):
+    """Neither those of a model of equal shapes, nor any but the ones that it was trained over; these in any files."""
+    config = settings(base, "over", {"rank": 2}, mesh={"replicate": 2}, steps=1)
+    pool.run(train_on, 4, config)
+    folder = base.parent / "over" / "model"
+    moved = AutoModelForCausalLM.from_pretrained(base)
+    moved.save_pretrained(tmp_path / "moved", max_shard_size="20KB")
+    build("llama", vocab_size=300, hidden_size=32, intermediate_size=64, seed=7).save_pretrained(tmp_path / "other")
+    path = folder / "adapter_config.json"
+    values = json.loads(path.read_text())
+    for name in ("moved", "other"):
+        path.write_text(json.dumps(values | {"base_model_name_or_path": str(tmp_path / name)}))
+        if name == "moved":
+            assert opened_by_the_command(folder).config.vocab_size == 300
+            continue
+        for opens in (opened_by_the_command, lambda folder: export_merged(folder, tmp_path / "merged")):
+            with pytest.raises(ConfigError, match=r"was trained over other weights than those in .*other .then .*base"):
+                opens(folder)
+        assert not (tmp_path / "merged").exists()
+    path.write_text(json.dumps(values))
+
+
 def opened_by_the_command(folder: Path) -> Any:
     asked = GenerateSettings(folder=str(folder))
     return load_model(asked, load_config(asked))

@@ -24,6 +24,7 @@ from ringspan.torch.model.adapters import asking_as_before, base_of
 from ringspan.torch.model.support import refuse_config, refuse_quantised
 from ringspan.torch.model.tied import settle_ties, tied_names, untie
 from ringspan.torch.tensor_parallel.split import refuse_heads
+from ringspan.torch.weights.base import check_base
 from ringspan.torch.weights.files import WeightFiles, folder_of
 from ringspan.torch.weights.loading import read_whole, unread_model
 
@@ -129,6 +130,8 @@ def load_model(settings: GenerateSettings, config: PreTrainedConfig) -> PreTrain
     folder = base_folder(settings.folder)
     is_adapter = Path(settings.folder, ADAPTER_CONFIG).is_file()
     files = WeightFiles(Path(folder), config, adapter=is_adapter)
+    if is_adapter:
+        check_base(Path(settings.folder), folder, files)
     model, _ = unread_model(folder, Path(folder), files, config, dtype_of(settings, config))
     if is_adapter:
         read_whole(model)

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from ringspan.core.errors import CheckpointError
 from ringspan.core.messages.lines import refused
-from ringspan.torch.model.adapters import adapter_weights, asking_as_before, base_of
+from ringspan.torch.model.adapters import adapter_weights, asking_as_before, base_of, note_bases
 from ringspan.torch.model.tied import note_untied, tied_names
 from ringspan.torch.weights.deferred import Deferred, Region, deferred, part, shape_of
 from ringspan.torch.weights.loading import auto_class
@@ -50,6 +50,7 @@ def write_adapter(model: Any, weights: dict[str, Any], folder: Path) -> None:
     from peft import PeftModel
 
     PeftModel.save_pretrained(model, str(folder), state_dict=weights)
+    note_bases(model, folder)
 
 
 def plan_merged(model: Any, config: PreTrainedConfig, dtype: torch.dtype, *, is_writer: bool) -> WeightsPlan:

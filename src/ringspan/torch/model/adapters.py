@@ -4,8 +4,9 @@ import inspect
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, TypeGuard
 
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from ringspan.torch.layers.modules import forward_of, mix_in, refusing
 from ringspan.torch.memory.sharding import settle
 from ringspan.torch.model.config_changes import deciding_fields
 from ringspan.torch.model.saving import voted, whole_weights
+from ringspan.torch.weights.base import note_base
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -118,11 +120,19 @@ class _RingPeft(_Frozen):
         if state is None:
             state = adapter_weights(self, given)
         is_writer = dist.get_rank() == 0
-        voted(
-            self,
-            "the end of saving the adapter",
-            lambda: is_writer and save(save_directory, *args, state_dict=state, **kwargs),
-        )
+
+        def write() -> None:
+            if is_writer:
+                save(save_directory, *args, state_dict=state, **kwargs)
+                note_bases(self, Path(save_directory), given.get("selected_adapters"))
+
+        voted(self, "the end of saving the adapter", write)
+
+
+def note_bases(model: Any, folder: Path, selected: Iterable[str] | None = None) -> None:
+    """Record the base's weights in each adapter's folder that ``save_pretrained`` has just written."""
+    for name in selected or model.peft_config:
+        note_base(folder if name == "default" else folder / name, base_of(model))
 
 
 def adapter_weights(model: Any, given: Mapping[str, Any]) -> dict[str, Any]:

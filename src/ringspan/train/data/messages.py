@@ -101,8 +101,8 @@ def _beside(row: dict[str, Any], name: str, place: str) -> tuple[dict[str, Any],
     given = {key: _without_nones(value) for key, value in row.items() if key != name and value is not None}
     if unknown := sorted(given.keys() - {*_LISTS, _VARIABLES}):
         raise ConfigError(
-            f"{place}: has {few(unknown)} beside {name}, which training does not read; take it out of the row, or put what "
-            f"the chat template is to read into {_VARIABLES}"
+            f"{place}: has {few(unknown)} beside {name}, which training does not read; take it out of the row, or "
+            f"put variables of the chat template into {_VARIABLES}"
         )
     variables = given.pop(_VARIABLES, {})
     if not isinstance(variables, dict):
