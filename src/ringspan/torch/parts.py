@@ -66,7 +66,7 @@ def check_parts(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
         found = refuse_unsupported(view)
     if view.head is None:
         _refuse_without_head(view, mesh, config)
-    _refuse_options(view, mesh, config)
+    check_options(view, mesh, config)
     parts = Parts(view, list(_in_blocks(view, mesh, config)))
     if view.head is None:
         return parts._replace(vocabularies=vocabularies(model)) if view.is_classifier else parts
@@ -90,7 +90,8 @@ def _refuse_without_head(view: ModelView, mesh: DeviceMesh, config: StepConfig) 
             )
 
 
-def _refuse_options(view: ModelView, mesh: DeviceMesh, config: StepConfig) -> None:
+def check_options(view: ModelView, mesh: DeviceMesh, config: StepConfig) -> None:
+    """Raise for options that do not fit a model or mesh; a model without weights is enough to ask."""
     model, decoder = view.model, view.decoder
     axis, ring = tensor_axis(mesh), mesh.get_group("ring").size()
     tp = 1 if axis is None else axis.size()

@@ -1,7 +1,7 @@
 """A rank's job: model, data, optimizer (what decays, place and bits of its moments), and one step of them."""
 
+import copy
 import importlib
-import importlib.util
 import math
 import os
 import time
@@ -20,11 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ringspan.checkpoints.state import begin_random_numbers
-from ringspan.core.errors import ConfigError
 from ringspan.core.geometry.balanced import batch_layout
-from ringspan.core.messages.extras import require
 from ringspan.core.names import CheckpointName
 from ringspan.core.sharing import even_out, worth_of_sharing
+from ringspan.core.step_config import StepConfig
 from ringspan.measure.machine import measure_flops, peak_bytes
 from ringspan.torch.data.batch import IGNORED, shard_batch
 from ringspan.torch.generate.cache.identity import digest_of
@@ -35,9 +34,12 @@ from ringspan.torch.memory.adamw import HostAdamW, RoundingAdamW
 from ringspan.torch.memory.checkpointing import choose_checkpoint
 from ringspan.torch.model.adapters import base_of
 from ringspan.torch.model.tasks.shared_rows import SharedRows
+from ringspan.torch.model.view import view_of
 from ringspan.torch.parallelize import put_on_mesh
+from ringspan.torch.parts import check_options
 from ringspan.torch.runtime.launch import local_device
 from ringspan.torch.runtime.mesh import init_mesh
+from ringspan.torch.weights.loading import auto_class
 from ringspan.train.adapter import add_adapter
 from ringspan.train.config.tables import OptimizerConfig, TrainConfig
 from ringspan.train.data.documents import scan_documents
@@ -117,6 +119,10 @@ def prepare(
     replicate, ring = config.resolve_mesh(dist.get_world_size())
     device, dtype = local_device(), getattr(torch, config.model.dtype)
     model_config = load_model_config(config)
+    mesh = init_mesh(ring=ring, replicate=replicate, tp=config.mesh.tp)
+    text = text_config(model_config)
+    step = config.step_config(*_checkpoint(config, text, ring, dtype))
+    _refuse_early(config, model_config, mesh, step)
     doing("reading and tokenizing the text")
     with _first_rank_first():
         tokenizer, data = _text(config, model_config, kept_tokenizer)
@@ -129,11 +135,8 @@ def prepare(
         num_weights = num_trained + num_weights * 2 / 3  # no gradients of the others are computed
     else:
         num_trained = num_parameters
-    mesh = init_mesh(ring=ring, replicate=replicate, tp=config.mesh.tp)
-    text = text_config(model_config)
-    checkpoint, layers_per_checkpoint = _checkpoint(config, text, ring, dtype)
     # Still on the host: a device need not hold more than its shards and one layer.
-    model = put_on_mesh(model.train(), mesh, config.step_config(checkpoint, layers_per_checkpoint))
+    model = put_on_mesh(model.train(), mesh, step)
     settings, length = config.optimizer, config.data.sequence_length_tokens
     # Documents that are separate count positions anew, so the model's first step is the first to know.
     if config.data.documents != "separate" and (error := beyond_table(base, decoder_of(base), length)):
@@ -165,6 +168,17 @@ def prepare(
         step_flops=flops_per_token(text, num_weights, data.train.seen_tokens) * batches.num_tokens,
         base_digest=digest_of(frozen, mesh) if frozen else None,
     )  # fmt: skip
+
+
+def _refuse_early(config: TrainConfig, model_config: PreTrainedConfig, mesh: DeviceMesh, step: StepConfig) -> None:
+    """Refuse an adapter and options that do not fit the model, of a copy without weights: before any text is read."""
+    makes, dtype = auto_class(model_config, sees=config.data.messages is not None), config.model.parameter_dtype
+    with torch.device("meta"):
+        model = makes.from_config(
+            copy.deepcopy(model_config), dtype=getattr(torch, dtype), trust_remote_code=config.model.trust_remote_code
+        )
+        model = add_adapter(model, config.adapter, None)
+    check_options(view_of(base_of(model)), mesh, step)
 
 
 def _text(config: TrainConfig, model_config: PreTrainedConfig, kept: Path | None) -> tuple[Tokenizer, Data]:
@@ -312,6 +326,7 @@ def _matmul_flops(
 
 
 def build_optimizer(model: PreTrainedModel, settings: OptimizerConfig) -> torch.optim.Optimizer:
+    settings.require_extras()
     groups, options = _decayed(model, settings), {"betas": settings.betas, "eps": settings.eps}
     if settings.name != "adamw":
         return _of_bitsandbytes(groups, options, settings.name)
@@ -334,7 +349,6 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
 
 
 def _of_bitsandbytes(groups: list[dict[str, Any]], options: dict[str, Any], name: str) -> torch.optim.Optimizer:
-    require(f'optimizer.name = "{name}"', "bitsandbytes")
     optim: Any = importlib.import_module("bitsandbytes.optim")
     if name == "lion_8bit":
         return optim.Lion8bit(groups, betas=options["betas"])
@@ -343,15 +357,10 @@ def _of_bitsandbytes(groups: list[dict[str, Any]], options: dict[str, Any], name
 
 
 def _low_bit(groups: list[dict[str, Any]], options: dict[str, Any], settings: OptimizerConfig) -> torch.optim.Optimizer:
-    if importlib.util.find_spec("torchao") is not None:
-        from torchao.optim import AdamW4bit, AdamW8bit  # pyright: ignore[reportMissingImports]
+    from torchao.optim import AdamW4bit, AdamW8bit  # pyright: ignore[reportMissingImports]
 
-        kind = AdamW8bit if settings.state == "8bit" else AdamW4bit
-        return kind(groups, bf16_stochastic_round=settings.rounding == "stochastic", **options)
-    raise ConfigError(
-        f'optimizer.state = "{settings.state}": needs torchao, which is not installed; pip install torchao, or set '
-        'optimizer.state = "float32"'
-    )
+    kind = AdamW8bit if settings.state == "8bit" else AdamW4bit
+    return kind(groups, bf16_stochastic_round=settings.rounding == "stochastic", **options)
 
 
 def _decayed(model: PreTrainedModel, settings: OptimizerConfig) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import sys
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from ringspan.core.errors import ConfigError
+from ringspan.core.errors import ConfigError, RingspanError
 from ringspan.train.config.load import load_config, parse_config
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.config.template import config_template
@@ -55,6 +56,43 @@ def test_a_minimal_file_takes_the_documented_defaults(tmp_path: Path):
     config = load_config(write(tmp_path, MINIMAL))
     assert (config.run, config.steps, config.model.tokenizer_source) == ("runs/finetune", 100, "some/model")
     assert config.data.paths == ("corpus",) and config.optimizer.warmup_steps == 10
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            ["attention.layout=striped"],
+            "memory.folds = 2: layout 'striped' is not split into folds; use zigzag or contig",
+        ),
+        (["attention.layout=balanced"], "memory.folds = 2: layout 'balanced' is not split into folds"),
+        (["attention.route=auto"], "memory.folds = 2: folds=2 does not go with route 'auto'; use ring or all-gather"),
+        (["attention.route=ulysses"], "memory.folds = 2: folds=2 does not go with route 'ulysses'"),
+        (
+            ["model.compile=true"],
+            "model.compile = true: folds=2 reads keys and values outside of programs; use folds=1",
+        ),
+        (
+            ["memory.folds=1", "model.compile=eager", "memory.offload=activations"],
+            "model.compile = \"eager\": offload='activations' takes what layers keep",
+        ),
+    ],
+)
+def test_options_of_a_step_that_exclude_each_other(tmp_path: Path, overrides: list[str], says: str):
+    assert says in refusal(tmp_path, "memory.folds=2", *overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "package"),
+    [("optimizer.name=paged_adamw_8bit", "ringspan[qlora]"), ("optimizer.state=4bit", "pip install torchao")],
+)
+def test_packages_of_an_optimizer_are_asked_for_first(tmp_path: Path, monkeypatch, override: str, package: str):
+    """As the file is judged, before text or weights are read."""
+    for name in ("bitsandbytes", "torchao"):
+        monkeypatch.setitem(sys.modules, name, None)  # as if it were not installed
+    config = load_config(write(tmp_path, MINIMAL), [override])
+    with pytest.raises(RingspanError, match=re.escape(package)):
+        config.require_extras()
 
 
 def test_the_example_loads_and_fits_four_processes():

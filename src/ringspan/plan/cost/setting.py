@@ -6,12 +6,11 @@ from functools import cached_property
 from ringspan.core.arguments import FREE_CHUNK_TOKENS, FREE_NORM_TOKENS
 from ringspan.core.costs import DTYPE_BYTES
 from ringspan.core.errors import ConfigError, UnsupportedError
-from ringspan.core.geometry.folds import fold_layouts
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.names import COMM_DTYPE_NAMES, ChunkTokens, LayoutName, checkpoint_name, find_name, offload_name
 from ringspan.core.schedule.choice import check_segments, sends_latents
 from ringspan.core.schedule.route import Route, member_heads
-from ringspan.core.step_config import StepConfig
+from ringspan.core.step_config import StepConfig, check_beside_folds
 from ringspan.plan.model.kinds import LayerKind
 from ringspan.plan.model.shapes import ModelShape
 
@@ -110,10 +109,11 @@ def dtype_bytes(name: str) -> int:
 
 def check_setting(shape: ModelShape, setting: Setting) -> None:
     """Refuse options as ``parallelize`` does (ConfigError), and routes or tp that ranks and heads rule out."""
-    if setting.folds > 1:
-        fold_layouts(setting.layout, 1, 1, setting.folds)
-        if shape.sees or setting.way.ulysses > 1:
-            raise UnsupportedError(f"folds={setting.folds} take no towers and no route with ulysses; use folds=1")
+    check_beside_folds(setting)
+    if setting.folds > 1 and shape.sees:
+        raise UnsupportedError(
+            f"folds={setting.folds}: {shape.name} has towers that see or hear, which folds do not take yet; use folds=1"
+        )
     if shape.has_index and (setting.folds > 1 or setting.comm_dtype != "exact"):
         option = f"folds={setting.folds}" if setting.folds > 1 else f"comm_dtype={setting.comm_dtype!r}"
         raise UnsupportedError(f"{option}: {shape.name} chooses its keys by an index, of all ranks; leave it out")

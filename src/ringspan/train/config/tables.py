@@ -9,15 +9,15 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.errors import ConfigError, LayoutError, UnsupportedError
 from ringspan.core.geometry.balanced import batch_layout
-from ringspan.core.messages.extras import require
+from ringspan.core.messages.extras import installed, require
 from ringspan.core.names import BatchLayoutName, CheckpointName, CommDtypeName, IndexLossName, KernelName, OffloadName
 from ringspan.core.schedule.route import Route
-from ringspan.core.step_config import StepConfig
+from ringspan.core.step_config import StepConfig, check_beside_compile, check_beside_folds
 from ringspan.train.config.data_table import DataConfig
 from ringspan.train.config.model_table import AdapterConfig, ModelConfig
-from ringspan.train.config.problems import Table
+from ringspan.train.config.problems import Table, shown
 
 
 class MeshConfig(Table):
@@ -141,6 +141,15 @@ class OptimizerConfig(Table):
     rounding: Literal["nearest", "stochastic", "master"] = "nearest"
     """Rounding of updates to bfloat16 parameters: "nearest" loses small ones; "stochastic" rounds up or down in
     proportion; "master" updates a float32 copy on the host. The last two keep float32 moments."""
+
+    def require_extras(self) -> None:
+        if self.name != "adamw":
+            require(f'optimizer.name = "{self.name}"', "bitsandbytes")
+        if self.state != "float32" and not installed("torchao"):
+            raise ConfigError(
+                f'optimizer.state = "{self.state}": needs torchao, which is not installed; pip install torchao, or set '
+                'optimizer.state = "float32"'
+            )
 
     def with_warmup(self, steps: int) -> "OptimizerConfig":
         """Return a copy with another warm-up, which still counts as unset if it was."""
@@ -287,6 +296,7 @@ class TrainConfig(Table):
                 f'optimizer.rounding = "{self.optimizer.rounding}": is for model.parameter_dtype = "bfloat16", and it '
                 f'is "{self.model.parameter_dtype}"; set one of them'
             )
+        self._check_step()
         if self.profile and self.steps < 3:
             raise ConfigError(f"profile = true: takes three steps, and steps = {self.steps}; raise it")
         if self.adapter.rank is not None and self.model.init == "scratch":
@@ -306,9 +316,24 @@ class TrainConfig(Table):
             )
         return self
 
+    def _check_step(self) -> None:
+        """Refuse options of a step that exclude each other, by their keys."""
+        memory = self.memory
+        layers = 1 if memory.layers_per_checkpoint == "auto" else memory.layers_per_checkpoint
+        step = self.step_config("attention" if memory.checkpoint == "auto" else memory.checkpoint, layers)
+        for what, check in (
+            (f"memory.folds = {memory.folds}", check_beside_folds),
+            (f"model.compile = {shown(self.model.compile)}", check_beside_compile),
+        ):
+            try:
+                check(step)
+            except (ConfigError, LayoutError) as error:
+                raise ConfigError(f"{what}: {error}") from None
+
     def require_extras(self) -> None:
         require("training", "datasets")
         self.adapter.require_extras()
+        self.optimizer.require_extras()
         if self.profile:
             require("profile = true", "matplotlib")
 

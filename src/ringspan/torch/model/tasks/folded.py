@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.errors import UnsupportedError
 from ringspan.core.geometry.folds import fold_layouts
-from ringspan.core.step_config import StepConfig
+from ringspan.core.step_config import StepConfig, check_beside_folds
 from ringspan.torch.consistency.fixed import calling_parts
 from ringspan.torch.consistency.forward import agreeing, recovering
 from ringspan.torch.consistency.loop_watch import in_call
@@ -38,7 +38,7 @@ def refuse_folds(view: ModelView, config: StepConfig) -> None:
     """
     if config.folds == 1:
         return
-    fold_layouts(config.layout, 1, 1, config.folds)
+    check_beside_folds(config)
     what = None
     if choosing_modules(view.decoder):
         what = "layers with an index that chooses keys"
@@ -50,8 +50,6 @@ def refuse_folds(view: ModelView, config: StepConfig) -> None:
         raise UnsupportedError(
             f"folds={config.folds}: {view.name} has {what}, which folds do not take yet; use folds=1"
         )
-    if "ulysses" in config.route or config.route == "auto":
-        raise ConfigError(f"folds={config.folds} does not go with route {config.route!r}; use ring or all-gather")
 
 
 def in_folds(model: RingModel, call: Callable[..., Any], arguments: dict[str, Any]) -> Tensor:
