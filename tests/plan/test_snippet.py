@@ -1,23 +1,34 @@
 """What a plan gives to paste is what the trainer and ``parallelize`` accept, and means the plan's setting."""
 
 import inspect
+import math
 import shlex
 import types
+from contextlib import suppress
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
 
 import ringspan as rs
 from ringspan.core.arguments import FREE_CHUNK_TOKENS
+from ringspan.core.errors import RingspanError
+from ringspan.core.names import COMM_DTYPE_NAMES
+from ringspan.core.step_config import StepConfig
 from ringspan.plan.cluster.hardware import device
 from ringspan.plan.cost.setting import Setting
-from ringspan.plan.model.configs import MODELS
+from ringspan.plan.model.configs import MODELS, from_config
 from ringspan.plan.planner import make_plan
-from ringspan.plan.search import Question
+from ringspan.plan.search import Question, layouts, meshes, policies, routes
 from ringspan.plan.snippet import python_call, toml_tables, train_command
 from ringspan.torch.memory.adamw import HostAdamW
+from ringspan.torch.model.view import view_of
+from ringspan.torch.parts import check_options
+from ringspan.torch.weights.loading import auto_class
 from ringspan.train.config.load import load_config
+from tests.every_model.hybrids import hybrid_config
+from tests.torch.models import config
 
 MINIMAL = '[model]\npath = "a-model"\n[data]\npaths = ["text"]\nsequence_length_tokens = 2\n'
 SETTINGS = {
@@ -123,6 +134,64 @@ def test_what_is_planned_can_be_run(tmp_path, devices, length, batch):
     run(plan.setting)
     longest = replace(plan.question, length=plan.longest.length)
     check(tmp_path, longest, plan.longest)
+
+
+class Axis:
+    """An axis of a mesh, or one of several axes, as far as checks ask."""
+
+    device_type = "cpu"
+
+    def __init__(self, **sizes):
+        self.sizes, self.mesh_dim_names = sizes, tuple(sizes)
+
+    def __getitem__(self, name):
+        return Axis(**{name: self.sizes[name]})
+
+    def get_group(self, name=None):
+        return self[name] if name else self
+
+    def size(self):
+        return math.prod(self.sizes.values())
+
+
+def asked(shape, devices):
+    """The questions of a grid of options, and a message for each that cannot be planned."""
+    routes = "auto", "ring", "bidirectional", "double-ring:2", "all-gather", "pass-q", "ulysses", "ulysses:2+all-gather"
+    for route, comm_dtype, folds in product(routes, COMM_DTYPE_NAMES, (1, 2, 8)):
+        with suppress(RingspanError):
+            question = Question(
+                shape=shape, device=device("h100"), devices=devices, length=4096, batch=devices, route=route,
+                comm_dtype=comm_dtype, folds=folds,
+            )  # fmt: skip
+            meshes(question)
+            yield question
+
+
+def settings_of(question):
+    """Every mesh, route and layout that a plan considers, and of plans that choose the route every policy."""
+    every = policies(question)
+    for mesh in meshes(question):
+        ways = [replace(mesh, route=r, layout=y) for r, y in product(routes(question, mesh), layouts(mesh.ring))]
+        yield from (replace(way, **every[0]) for way in ways)
+        yield from (replace(ways[0], **policy) for policy in (every if question.route == "auto" else every[-1:]))
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma3", "glm_moe_dsa", "qwen3_next"])
+def test_parallelize_takes_every_call_of_the_grid(kind):
+    made = hybrid_config(kind) if kind == "qwen3_next" else config(kind)
+    with torch.device("meta"):
+        view = view_of(auto_class(made).from_config(made))
+    shape = from_config(made.to_dict(), kind)
+    tried = set()
+    for question in asked(shape, 8):
+        for setting in settings_of(question):
+            if (text := python_call(setting)) in tried:
+                continue
+            tried.add(text)
+            calls, _ = run(setting)
+            options = calls["parallelize"] | {"compute_dtype": setting.compute_dtype}
+            check_options(view, Axis(**{"tp": 1, "replicate": 1} | calls["init_mesh"]), StepConfig(**options))
+    assert len(tried) > 20
 
 
 @pytest.mark.parametrize(
