@@ -39,6 +39,10 @@ class Pool:
     them. Those that are ``launched`` have what torchrun would put into their environment. An answer takes so many
     seconds at most.
 
+    An answer carries the number of its question, and answers to earlier ones are dropped. When anything is raised before
+    all ranks have answered (a time limit of pytest, Ctrl-C, an answer that cannot be unpickled), they are ended, and
+    the next question starts new ones.
+
     ``mesh`` has the axes ``replicate`` and ``ring``, and ``tp`` where that is above 1; all are made at the start, since
     making one takes every process.
     """
@@ -52,6 +56,7 @@ class Pool:
         self._start()
 
     def _start(self) -> None:
+        self._number, self._is_waiting = 0, True  # for the first word of each rank, which answers question 0
         descriptor, self._store = tempfile.mkstemp(prefix="ringspan-store-")
         os.close(descriptor)
         self._pipes: list[Connection] = []
@@ -69,27 +74,40 @@ class Pool:
             self._processes.append(process)
         for pipe in self._pipes:  # on a busy machine minutes, which are none of a test's
             pipe.recv()
+        self._is_waiting = False
 
     def outcomes(
         self, function: Callable[..., Any], ranks: int, *args: Any, replicate: int = 1, tp: int = 1
     ) -> list[Any]:
         """What each rank returned, or the exception that it raised."""
-        if not all(process.is_alive() for process in self._processes):  # a test that failed has ended some
+        # What was raised while starting or ending ranks leaves them half started; a test that failed has ended some.
+        if self._is_waiting or not all(process.is_alive() for process in self._processes):
             self.restart()
-        for pipe in self._pipes[:ranks]:
-            pipe.send((function, (ranks, replicate, tp), args))
-        results, deadline = [], time.monotonic() + self._timeout  # of all ranks, so that it is before pytest's own
-        for rank, pipe in enumerate(self._pipes[:ranks]):
-            if not pipe.poll(max(0.0, deadline - time.monotonic())):
-                stacks = self._stacks()
-                self.restart()
-                raise TimeoutError(f"rank {rank} did not answer within {self._timeout} s; they waited here:\n{stacks}")
-            try:
-                results.append(pipe.recv())
-            except EOFError:
-                self.restart()
-                raise RuntimeError(f"rank {rank} died") from None
+        self._number, self._is_waiting = self._number + 1, True
+        try:
+            for pipe in self._pipes[:ranks]:
+                pipe.send((self._number, function, (ranks, replicate, tp), args))
+            deadline = time.monotonic() + self._timeout  # of all ranks, so that it is before pytest's own
+            results = [self._answer(rank, deadline) for rank in range(ranks)]
+        except BaseException:
+            self.close()  # they would compute on beside the next tests
+            raise
+        self._is_waiting = False
         return results
+
+    def _answer(self, rank: int, deadline: float) -> Any:
+        """What the rank answers to the question of the current number."""
+        pipe = self._pipes[rank]
+        while pipe.poll(max(0.0, deadline - time.monotonic())):
+            try:
+                number, result = pipe.recv()
+            except EOFError:
+                raise RuntimeError(f"rank {rank} died") from None
+            if number == self._number:
+                return result
+        raise TimeoutError(
+            f"rank {rank} did not answer within {self._timeout} s; they waited here:\n{self._stacks()}"
+        )
 
     def run(self, function: Callable[..., Any], ranks: int, *args: Any, replicate: int = 1, tp: int = 1) -> list[Any]:
         """What each rank returned; the first exception of any rank is raised here."""
@@ -157,14 +175,14 @@ def _serve(rank: int, pipe: Connection, store: str, size: int, launched: bool, t
         for tp in range(1, ranks + 1)
         if ranks % (replicate * tp) == 0
     }
-    result: Any = "ready"
+    number, result = 0, None
     while True:
         # Before each answer: training gives the signal back as Python knew it, which would end a rank that is idle.
         faulthandler.unregister(signal.SIGUSR2)
         faulthandler.register(signal.SIGUSR2, file=stacks)
-        pipe.send(result)
+        pipe.send((number, result))
         try:
-            function, shape, args = pipe.recv()
+            number, function, shape, args = pipe.recv()
         except EOFError:
             return
         torch.manual_seed(0)  # whatever ran before
