@@ -39,9 +39,9 @@ class Pool:
     them. Those that are ``launched`` have what torchrun would put into their environment. An answer takes so many
     seconds at most.
 
-    An answer carries the number of its question, and answers to earlier ones are dropped. When anything is raised before
-    all ranks have answered (a time limit of pytest, Ctrl-C, an answer that cannot be unpickled), they are ended, and
-    the next question starts new ones.
+    An answer carries the number of its question, and answers to earlier ones are dropped. When anything is raised
+    before all ranks have answered (a time limit of pytest, Ctrl-C, an answer that cannot be unpickled), they are ended,
+    and the next question starts new ones.
 
     ``mesh`` has the axes ``replicate`` and ``ring``, and ``tp`` where that is above 1; all are made at the start, since
     making one takes every process.
@@ -105,9 +105,7 @@ class Pool:
                 raise RuntimeError(f"rank {rank} died") from None
             if number == self._number:
                 return result
-        raise TimeoutError(
-            f"rank {rank} did not answer within {self._timeout} s; they waited here:\n{self._stacks()}"
-        )
+        raise TimeoutError(f"rank {rank} did not answer within {self._timeout} s; they waited here:\n{self._stacks()}")
 
     def run(self, function: Callable[..., Any], ranks: int, *args: Any, replicate: int = 1, tp: int = 1) -> list[Any]:
         """What each rank returned; the first exception of any rank is raised here."""

@@ -7,7 +7,7 @@ import time
 import pytest
 import torch.distributed as dist
 
-from ringspan.core.errors import EXIT_PEER_LOST, EXIT_STALLED
+from ringspan.core.errors import EXIT_PEER_LOST, EXIT_STALLED, ConfigError, OutputError
 from ringspan.torch.consistency.watchdog import Watchdog, _Link
 from ringspan.torch.runtime.launch import launch
 from ringspan.torch.transport.exchange import COUNTERS
@@ -104,6 +104,75 @@ def test_a_rank_that_fails_alone_is_named_by_the_others(pool, tmp_path, culprit)
     assert results == [None if rank == culprit else [EXIT_PEER_LOST] for rank in range(4)]
     report = (tmp_path / f"attempt-0-rank-{1}.txt").read_text()
     assert f"rank {culprit} failed with ZeroDivisionError: by chance at step 7" in report
+
+
+def refuse_alone(mesh, folder, culprit):
+    """One rank refuses to go on; the exchanges of the others fail, one after the other."""
+    codes: list[int] = []
+    try:
+        with Watchdog(QUICK, folder, end=codes.append) as watchdog:
+            watchdog.step(7)
+            dist.barrier()
+            if dist.get_rank() == culprit:
+                raise OutputError("no room")
+            wait_for(codes, 0.1 if dist.get_rank() == 1 else 3)
+            raise RuntimeError("connection closed by peer")
+    except (OutputError, RuntimeError):
+        return codes
+
+
+def test_a_refusal_is_no_failure_of_those_that_waited(pool, tmp_path):
+    assert pool.run(refuse_alone, 4, tmp_path, 3) == [[]] * 4
+    assert list(tmp_path.iterdir()) == []
+
+
+class SlowWatchdog(Watchdog):
+    def _watch(self):
+        time.sleep(0.5)
+        super()._watch()
+
+
+def leave_at_once(mesh, folder):
+    """Rank 0 leaves before its thread has run, and rank 1 connects late."""
+    codes: list[int] = []
+    connect = socket.create_connection
+    if dist.get_rank() == 1:
+        socket.create_connection = lambda *args, **options: time.sleep(0.2) or connect(*args, **options)
+    kind = SlowWatchdog if dist.get_rank() == 0 else Watchdog
+    try:
+        with kind(QUICK, folder, end=codes.append):
+            if dist.get_rank() == 0:
+                raise OutputError("no room")
+            wait_for(codes, 1.5)
+    except OutputError:
+        pass
+    finally:
+        socket.create_connection = connect
+    return codes
+
+
+def test_a_rank_that_leaves_at_once_takes_leave_of_all(pool, tmp_path):
+    assert pool.run(leave_at_once, 4, tmp_path) == [[]] * 4
+
+
+def unreachable_for_one(mesh, folder):
+    def connect(*args, **options):
+        raise OSError("no route to host")
+
+    real = socket.create_connection
+    if dist.get_rank() == 2:
+        socket.create_connection = connect
+    try:
+        with Watchdog(QUICK, folder):
+            return "connected"
+    finally:
+        socket.create_connection = real
+
+
+def test_a_rank_that_cannot_connect_is_named_by_all(pool, tmp_path):
+    for outcome in pool.outcomes(unreachable_for_one, 4, tmp_path):
+        assert isinstance(outcome, ConfigError)
+        assert re.match(r"rank 2 cannot connect to rank 0 at 127.0.0.1:\d+: no route to host; open", str(outcome))
 
 
 def many_steps(folder):

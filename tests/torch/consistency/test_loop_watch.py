@@ -106,7 +106,7 @@ def test_a_job_that_is_stopped_and_continued_is_not_silent(monkeypatch, tmp_path
     monkeypatch.setattr(watchdog.dist, "get_rank", lambda: 0)
     monkeypatch.setattr(watchdog.dist, "get_world_size", lambda: 2)
     watch = watchdog.Watchdog(watchdog.Limits(silence_seconds=10), tmp_path, lambda code: named.append(clock[-1]))
-    watch._selector, watch._server = SimpleNamespace(select=select), Mock()
+    watch._selector, watch._server = SimpleNamespace(select=select), Mock(**{"accept.side_effect": BlockingIOError})
     watch._places = {rank: watchdog.Place(changed=0.0, heard=0.0) for rank in range(2)}
     watch._watch()
     assert len(named) == 1 and 9 < named[0] - (60.0 - watchdog._PAUSE_SECONDS) < 11

@@ -109,12 +109,13 @@ class Watchdog:
         self._selector = selectors.DefaultSelector()
         self._closing = threading.Event()
         self._farewell: dict[str, Any] = {"bye": None}
+        self._is_refused = False  # by another rank, which says why
         self._thread: threading.Thread | None = None
         self._wake, self._woken = socket.socketpair()
         self._machine = _machine()
 
     def __enter__(self) -> "Watchdog":
-        """Connect to rank 0; ConfigError on every rank if it has no address to listen at."""
+        """Connect all ranks to rank 0; ConfigError on every rank if one cannot be."""
         if not self._config.enabled or self._num_ranks == 1:
             return self
         self._meet()
@@ -129,9 +130,11 @@ class Watchdog:
         if isinstance(error, RuntimeError):  # how an exchange with a lost peer fails: let its rank be named
             self.await_verdict()
         # What the library raises it raises on all ranks, so nobody is left who would have to be told; of an output that
-        # cannot be written the launcher tells, and ends the others.
-        is_told = isinstance(error, RingspanError) or (error is not None and is_launched() and refusal(error))
-        if error is not None and not is_told:
+        # cannot be written the launcher tells, and ends the others. Their exchanges with this rank fail until it does.
+        is_refusal = isinstance(error, RingspanError) or (error is not None and is_launched() and refusal(error))
+        if is_refusal:
+            self._farewell = {"bye": None, "refused": True}
+        elif error is not None and not (self._is_refused and isinstance(error, RuntimeError)):
             self._farewell = {"bye": shortened(f"{type(error).__name__}: {error}")}
         self._closing.set()
         self._wake.send(b"x")
@@ -192,11 +195,29 @@ class Watchdog:
             server.setblocking(False)
             self._selector.register(server, selectors.EVENT_READ, "server")
             self._server = server
-            return
-        link = _Link(socket.create_connection((host, port), timeout=30), rank=0)
+        failure = self._connect(host, port) if server is None else None
+        # No rank goes on before all are connected: one that leaves at once is dead to those who come later.
+        failures: list[Any] = [None] * self._num_ranks
+        dist.all_gather_object(failures, failure)
+        if reason := next(filter(None, failures), None):
+            for each in (server, *(link.socket for link in self._links)):
+                if each is not None:
+                    each.close()
+            raise ConfigError(reason)
+
+    def _connect(self, host: str, port: int) -> str | None:
+        """Connect to rank 0; return why that is not possible, if it is not."""
+        try:
+            link = _Link(socket.create_connection((host, port), timeout=30), rank=0)
+        except OSError as error:
+            return (
+                f"rank {self._rank} cannot connect to rank 0 at {host}:{port}: {error}; open that port, or set "
+                "watchdog.enabled = false"
+            )
         self._send(link, {"token": self._token, "rank": self._rank})
         self._add(link)
         self._places[0] = Place()
+        return None
 
     def _add(self, link: _Link) -> None:
         link.socket.settimeout(1.0)
@@ -205,12 +226,18 @@ class Watchdog:
         self._links.append(link)
         self._selector.register(link.socket, selectors.EVENT_READ, link)
 
+    def _accept(self) -> None:
+        """Accept all connections that wait for it."""
+        with suppress(BlockingIOError):
+            while True:
+                self._add(_Link(self._server.accept()[0]))
+
     def _watch(self) -> None:
         told, looked = 0.0, time.monotonic()
         while not self._closing.is_set():
             for key, _ in self._selector.select(self._interval):
                 if key.data == "server":
-                    self._add(_Link(self._server.accept()[0]))
+                    self._accept()
                 elif isinstance(key.data, _Link):
                     self._receive(key.data)
             now = time.monotonic()
@@ -222,6 +249,8 @@ class Watchdog:
                 told = now
                 self._tell()
                 self._judge(now)
+        if self._rank == 0:
+            self._accept()  # those that this thread had no time for would take a rank that leaves for a dead one
         self._tell()  # where it has come to
         for link in self._links:
             self._send(link, self._farewell)
@@ -273,14 +302,26 @@ class Watchdog:
             self._places[rank] = Place()
         elif "bye" in message:
             link.farewell = True
+            if message.get("refused"):
+                self._hear_of_refusal(link)
             if message["bye"] is not None:
                 self._lost(link.rank, f"failed with {message['bye']}")
             if (place := self._places.pop(link.rank, None)) is not None:
                 self._left[link.rank] = place
+        elif "refused" in message:
+            self._hear_of_refusal(link)
         elif "verdict" in message:
             self._finish(str(message["verdict"]), int(message["code"]))
         else:
             self._places[link.rank].hear(message)
+
+    def _hear_of_refusal(self, link: _Link) -> None:
+        """Note on all ranks that one raised a refusal: the exchanges of the others then fail because of it."""
+        self._is_refused = True
+        if self._rank == 0:
+            for other in self._links:
+                if other is not link:
+                    self._send(other, {"refused": True})
 
     def _drop(self, link: _Link) -> None:
         with suppress(KeyError, ValueError):
