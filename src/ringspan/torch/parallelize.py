@@ -41,7 +41,7 @@ from ringspan.torch.memory.shared_blocks import join_shared_blocks
 from ringspan.torch.model.adapters import adapter_facts, base_of, put_on_ring
 from ringspan.torch.model.attention.function import register_attention
 from ringspan.torch.model.attention.indexed import choosing_modules, take_over_index
-from ringspan.torch.model.attention.latents import latent_modules, send_latents
+from ringspan.torch.model.attention.latents import latent_modules, route_of, send_latents
 from ringspan.torch.model.attention.own import take_over_attention
 from ringspan.torch.model.attention.support import why_no_tree
 from ringspan.torch.model.config_changes import copy_configs, deciding_fields
@@ -217,7 +217,7 @@ def _attend_over_ring(parts: Parts, mesh: DeviceMesh, config: StepConfig) -> Non
     ring = mesh.get_group("ring")
     implementation = register_attention(type(decoder).__name__, ring, kinds, config, is_indexed=bool(choosing))
     send_latents(latent_modules(decoder, mesh, config), config)
-    take_over_index(decoder, choosing)
+    take_over_index(decoder, choosing, sends_latents=route_of(config, ring.size()).carries_latents)
     if own:  # transformers does not set one for these
         decoder.config._attn_implementation = implementation
         take_over_attention(own, implementation)

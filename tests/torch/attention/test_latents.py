@@ -16,6 +16,7 @@ from ringspan.torch.attention import latents
 from ringspan.torch.attention.block import Block
 from ringspan.torch.attention.op import assemble
 from ringspan.torch.attention.part import sink_gradient
+from ringspan.torch.attention.request import Request
 from ringspan.torch.attention.spec import AttentionSpec, padding_of
 from tests.core.strategies import layouts, masks
 from tests.fuzz import examples
@@ -52,6 +53,15 @@ def dense(mask, tensors):
     out = torch.cat((scores, sink), -1).softmax(-1)[..., :-1] @ expanded[..., NOPE:]
     gradients = torch.autograd.grad(out, [x for x in inputs if x is not dout], dout)
     return [x.detach().numpy() for x in (out, *gradients)]
+
+
+def test_what_does_not_apply_to_latents_raises():
+    q, compressed, rotary, _, weight, _ = tensors_of(6, torch.float32)
+    asked = Request(q=q, k=compressed, v=rotary, scale=SCALE)
+    with pytest.raises(rs.UnsupportedError, match="route 'pass-q' does not carry latents; expand keys"):
+        latents.latent_attention(asked._replace(route="pass-q"), weight)
+    with pytest.raises(rs.UnsupportedError, match="slopes are not applied to keys that are expanded"):
+        latents.latent_attention(asked._replace(slopes=torch.ones(HEADS)), weight)
 
 
 def on_ring(layout, mask, route, tensors):

@@ -206,6 +206,21 @@ def test_documents_that_an_index_sees_whole_take_the_ring(pool, kind, topk, rank
     assert worst(found, expected) < 1e-9
 
 
+@pytest.mark.parametrize(
+    ("kind", "route", "ranks", "layout"),
+    [
+        ("deepseek_v32", "ulysses", 2, "zigzag"),
+        ("glm_moe_dsa", "pass-q", 3, "contiguous"),
+        *long(("deepseek_v32", "pass-q", 2, "balanced"), ("hy_v4", "ulysses:2+ring", 4, "zigzag")),
+    ],
+)
+def test_documents_that_an_index_sees_whole_take_any_route(pool, kind, route, ranks, layout):
+    ids, documents = batch_of(2, 29), [[7, 7, 7, 7, 1]] * 2  # an index chooses seven
+    expected = one_process(kind, torch.float64, ids, documents)
+    options = {"documents": documents, "route": route, "checkpoint": "full"}
+    assert worst(pool.run(without_an_index, ranks, kind, layout, ids, options), expected) < 1e-9
+
+
 def refused(mesh: Any, kind: str, options: Any) -> None:
     rs.parallelize(build(kind, torch.float32), mesh, **options)
 

@@ -110,5 +110,4 @@ def sends_latents(config: StepConfig, route: Route, ring: int, *, has_tp: bool) 
 
     On a ring without ``folds`` or ``compile``, on a route of keys and values of all heads.
     """
-    travels = ring > 1 and not route.passes_queries and route.ulysses == 1
-    return travels and not has_tp and config.compile is False and config.folds == 1
+    return ring > 1 and route.carries_latents and not has_tp and config.compile is False and config.folds == 1

@@ -66,6 +66,11 @@ class Route:
         return self.name == "pass-q"
 
     @property
+    def carries_latents(self) -> bool:
+        """True if keys and values of all heads travel, so that the latents they are expanded from can instead."""
+        return not self.passes_queries and self.ulysses == 1
+
+    @property
     def backward(self) -> "Route":
         """The backward pass's route: keys and values are sent, as each rank has its out and lse."""
         return replace(self, name="ring") if self.passes_queries else self

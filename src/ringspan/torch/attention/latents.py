@@ -9,9 +9,12 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from ringspan.core.errors import UnsupportedError
+from ringspan.core.schedule.route import Route
 from ringspan.core.schedule.schedule import Hop
 from ringspan.torch import kernels
 from ringspan.torch.attention import op
@@ -77,12 +80,17 @@ def latent_attention(request: Request, weight: Tensor) -> Tensor:
         The local part of the result (B, H, T, v).
 
     Raises:
-        UnsupportedError, LayoutError, PeerMismatch: as ``ring_attention``.
+        UnsupportedError, LayoutError, PeerMismatch: as ``ring_attention``, and for a route that carries no latents.
     """
     q, latents, rotary, weight = in_autocast(request.q, request.k, request.v, weight)
     k, v = Expansion(q, rotary, weight).like(q, latents)
     route = "ring" if request.route in ("auto", "all-gather") else request.route
     *_, spec = checked(request._replace(q=q, k=k, v=v, route=route))
+    ranks = dist.get_world_size(op.group_of(spec.group)) if spec.group else 1
+    if not Route.parse(spec.route, ranks).carries_latents:
+        raise UnsupportedError(f"route {spec.route!r} does not carry latents; expand keys and values, or use ring")
+    if request.slopes is not None:
+        raise UnsupportedError("slopes are not applied to keys that are expanded from latents; leave them out")
     out, _ = _forward(q, latents, rotary, weight, request.sinks, str(spec))
     return out
 

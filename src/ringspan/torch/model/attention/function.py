@@ -70,7 +70,7 @@ def register_attention(
         if choice is None:
             kind = _kind_of_layer(module, kinds, sliding_window, masked)
         else:
-            kind, (key, value) = LayerKind(), parts_to_send(module, key, value)
+            kind, (key, value) = LayerKind(), parts_to_send(module, query, key, value)
         asked = Request(
             q=query,
             k=key,

@@ -27,6 +27,9 @@ _ROTARY_LAST: Final = frozenset({"hy_v4"})
 
 
 class ChoosingAttention(Mixin):
+    ring_sends_latents: bool
+    """True if latents travel, False if keys and values, when queries attend to all that they see."""
+
     def expand_kv(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
         """Return latents with their rotary part (B, 1, T, R + P), as keys and as values."""
         latents = torch.cat((kv_nope, k_rot), -1)
@@ -137,10 +140,11 @@ _OTHER_PARTS: Final = {"ngram_embedding": pooled.NGrams, "_short_conv": pooled.D
 """Other modules that read earlier tokens, by an attribute."""
 
 
-def take_over_index(decoder: Any, modules: Iterable[Any]) -> None:
+def take_over_index(decoder: Any, modules: Iterable[Any], *, sends_latents: bool = True) -> None:
+    """Put this library's index, and attention to what it chooses, into modules; a route may carry no latents."""
     for module in modules:
         if hasattr(module, "expand_kv"):
-            mix_in(module, ChoosingAttention)
+            mix_in(module, ChoosingAttention, ring_sends_latents=sends_latents)
         if getattr(module, "compressor", None) is not None:
             mix_in(module.compressor, pooled.Compressor)
         elif module.indexer is not None:

@@ -39,11 +39,15 @@ class LatentAttention(Mixin):
         return torch.cat((kv_nope, k_rot), -1), kv_nope
 
 
+def route_of(config: StepConfig, ranks: int) -> Route:
+    """Return the route of latents, which ``auto`` sends around the ring."""
+    return Route.parse("ring" if config.route == "auto" else config.route, ranks)
+
+
 def latent_modules(decoder: nn.Module, mesh: DeviceMesh, config: StepConfig) -> list[nn.Module]:
     """Return the modules whose latents are to travel: on a route of keys and values, and fewer numbers than these."""
     ranks = mesh.get_group("ring").size()
-    route = Route.parse("ring" if config.route == "auto" else config.route, ranks)
-    if not sends_latents(config, route, ranks, has_tp=tensor_axis(mesh) is not None):
+    if not sends_latents(config, route_of(config, ranks), ranks, has_tp=tensor_axis(mesh) is not None):
         return []
     choosing = {*choosing_modules(decoder)}
     return [
@@ -70,12 +74,25 @@ def absorbs(module: object, turn: Turn) -> bool:
 
 def expansion_of(module: nn.Module, query: Tensor, latents: Tensor) -> Tensor | None:
     """Return the matrix (H, n + v, R) that expands latents; None for a module that has expanded them itself."""
-    hands_latents = isinstance(module, LatentAttention | ChoosingAttention)
+    hands_latents = isinstance(module, LatentAttention) or _sends_latents(module)
     return expansion(module, query, latents) if hands_latents else None
 
 
-def parts_to_send(module: Any, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return what travels of a module whose queries attend to all that they see: of latents, these and the rest."""
+def _sends_latents(module: nn.Module) -> bool:
+    return isinstance(module, ChoosingAttention) and module.ring_sends_latents
+
+
+def parts_to_send(module: Any, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Return what travels of a module whose queries attend to all that they see.
+
+    Of latents with their rotary part, these two; on a route that carries none, keys and values of all heads.
+    """
     if not hasattr(module, "expand_kv"):
         return key, value
-    return key[..., : module.kv_lora_rank], key[..., module.kv_lora_rank :]
+    latents, rotary = key[..., : module.kv_lora_rank], key[..., module.kv_lora_rank :]
+    if _sends_latents(module):
+        return latents, rotary
+    expanded = torch.einsum("btr,hdr->bhtd", latents[:, 0], expansion(module, query, latents))
+    nope = module.qk_nope_head_dim
+    keys = torch.cat((expanded[..., :nope], rotary.expand(-1, expanded.shape[1], -1, -1)), -1)
+    return keys, expanded[..., nope:]
