@@ -8,6 +8,7 @@ from typing import Any, Final, Never
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
 
 from ringspan.core.errors import UnsupportedError
 from ringspan.torch.layers.modules import Mixin, class_name, local_part, refusing
@@ -72,6 +73,50 @@ def _problems(path: str, parameters: dict[str, Any], copies: set[int]) -> Iterat
             yield f"{path}.{name}.data was set after parallelize, which does not reach its shard; {_COPY}"
         elif parameter._backward_hooks:
             yield f"{path}.{name} {HOOKED}"
+
+
+class Weights:
+    """Parameters of a pass, which are to be the same in its backward pass.
+
+    Backward gathers them again, and computes layers again with them: autograd, which saves neither, cannot tell.
+    """
+
+    def __init__(self, model: RingModel) -> None:
+        self._model = model
+        self._places = [(module._parameters, name) for module, names in model.ring_structure.items() for name in names]
+        self._shards = [parameters[name] for parameters, name in self._places]
+        self._before = self._versions()
+
+    @torch.compiler.disable()
+    def until_backward(self, output: object) -> object:
+        """Return the pass's output, whose backward pass raises UnsupportedError if a parameter was changed."""
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, Tensor) and tensor.requires_grad:
+                tensor.register_hook(lambda _: self._begin_backward())
+        return output
+
+    def _begin_backward(self) -> None:
+        now = self._versions()
+        if now != self._before:
+            pairs = zip(self._shards, self._before, now, strict=True)
+            changed = next(shard for shard, was, is_now in pairs if was != is_now)
+            name = next((name for name, each in self._model.named_parameters() if each is changed), "a weight")
+            raise UnsupportedError(
+                f"{name} was changed between a forward pass and its backward pass, which computes with it again; step "
+                "the optimizer after backward"
+            )
+        # Copies that FSDP has kept whole since the forward pass know of nothing that was frozen meanwhile.
+        for (parameters, name), shard in zip(self._places, self._shards, strict=True):
+            held = parameters.get(name)
+            if held is not None and shard is not None and held.requires_grad != shard.requires_grad:
+                held.requires_grad_(shard.requires_grad)
+
+    def _versions(self) -> list[tuple[int, int] | None]:
+        # Optimizers write to a parameter, which counts for itself, and others to its shard.
+        return [
+            None if each is None else (each._version, getattr(each, "_local_tensor", each)._version)
+            for each in self._shards
+        ]
 
 
 def note_data(model: nn.Module) -> None:

@@ -74,6 +74,7 @@ class Segments:
         return result
 
 
+@torch.compiler.disable(recursive=False)  # a program knows checkpoints with other contexts only
 def checkpointed(function: Callable[..., Any], *args: object, **options: Any) -> Any:
     """Run ``torch.utils.checkpoint``, and remove its hooks if ``function`` raises."""
     # Until torch 2.12 they live as long as the exception, and later passes would recompute from the failed layer.

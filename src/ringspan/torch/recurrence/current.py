@@ -9,10 +9,12 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ringspan.core.geometry.layout import Layout
+from ringspan.torch.layers.switches import Switches
 from ringspan.torch.recurrence.plan import Starts
 
 
@@ -114,25 +116,22 @@ def passing(sequences: SequencePass | None) -> Iterator[None]:
         _current.reset(token)
 
 
-def carried(checkpoint: Callable[..., Any], *, keeps: bool, tables: Iterable[Any] = ()) -> Callable[..., Any]:
-    """Wrap a checkpoint function so that recomputation belongs to its original pass; ``keeps``: reuse states.
+def carried(checkpoint: Callable[..., Any], switches: Switches, *, keeps: bool) -> Callable[..., Any]:
+    """Wrap a layer's checkpoint function so that recomputation belongs to its original pass; ``keeps``: reuse states.
 
-    ``tables``: rotary modules of the layer, which go by the length of the pass.
+    ``switches``: of the layer.
     """
 
     def checkpoint_in_pass(function: Callable[..., Any], *args: object) -> object:
-        now = current_pass()
-        if now is None:
+        if not torch.is_grad_enabled():  # nothing is computed again
             return checkpoint(function, *args)
-        sequences = replace(now, record=Record() if keeps else None)
-        lengths = [module.rotary_length for module in tables]
+        now, as_then = current_pass(), switches.noted()
+        sequences = None if now is None else replace(now, record=Record() if keeps else None)
 
         def in_pass(*args: object) -> object:
-            for module, length in zip(tables, lengths, strict=True):
-                module.rotary_length = length
-            if sequences.record is not None:
+            if sequences is not None and sequences.record is not None:
                 sequences.record.begin()
-            with passing(sequences):
+            with as_then(), passing(sequences):
                 return function(*args)
 
         return checkpoint(in_pass, *args)
@@ -143,5 +142,5 @@ def carried(checkpoint: Callable[..., Any], *, keeps: bool, tables: Iterable[Any
 def carry_passes(layers: Iterable[Any], *, keeps: bool) -> None:
     for layer in layers:
         if getattr(layer, "gradient_checkpointing", False):
-            tables = [module for module in layer.modules() if hasattr(module, "rotary_length")]
-            layer._gradient_checkpointing_func = carried(layer._gradient_checkpointing_func, keeps=keeps, tables=tables)
+            checkpoint = layer._gradient_checkpointing_func
+            layer._gradient_checkpointing_func = carried(checkpoint, Switches(layer), keeps=keeps)

@@ -14,6 +14,7 @@ from ringspan.core.errors import UnsupportedError
 from ringspan.core.messages.numbers import check_whole
 from ringspan.torch.kernels.device import rules_of
 from ringspan.torch.layers.modules import autocast_now, example_of, hidden_of, hooks_of, local_part, mix_in
+from ringspan.torch.layers.switches import Switches
 from ringspan.torch.weights.loading import filled
 
 _Run = Callable[[Tensor], tuple[Tensor, ...]]
@@ -205,7 +206,7 @@ class _Recomputed(torch.autograd.Function):
         """Return also memoryless placeholders for router scores (T, E), which carry their gradients back."""
         ctx.save_for_backward(hidden)
         ctx.run, ctx.chunk_tokens, ctx.module = run, chunk_tokens, module
-        ctx.autocast = autocast_now(hidden.device.type)
+        ctx.autocast, ctx.as_then = autocast_now(hidden.device.type), Switches(module).noted()
         number, experts = scores
         shape, dtype = (hidden.shape[1], experts), torch.promote_types(hidden.dtype, torch.float32)
         return hidden.view_as(hidden), *(hidden.new_zeros((), dtype=dtype).expand(shape) for _ in range(number))
@@ -213,6 +214,11 @@ class _Recomputed(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        with ctx.as_then():
+            return _Recomputed._backward(ctx, *gradients)
+
+    @staticmethod
+    def _backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         [hidden], [d_out, *d_scores] = ctx.saved_tensors, gradients
         # FSDP has put the whole parameters back in their places.
         parameters = [p for p in ctx.module.parameters() if p.requires_grad]

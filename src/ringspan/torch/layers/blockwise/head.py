@@ -20,6 +20,7 @@ from ringspan.torch.data.batch import IGNORED
 from ringspan.torch.data.loss_blocks import LossOptions, slices
 from ringspan.torch.layers.blockwise.blocks import accumulate, mixes_tokens
 from ringspan.torch.layers.modules import autocast_now, computes_as, example_of, forward_of, hooks_of
+from ringspan.torch.layers.switches import Switches
 from ringspan.torch.layers.view import RingModel
 from ringspan.torch.weights.packed import is_packed
 
@@ -96,11 +97,11 @@ def called_cross_entropy(
 
 
 class _Blocks:
-    """Blockwise losses of a sequence, with the autocast and random state they were computed under."""
+    """Blockwise losses of a sequence, with the autocast, switches and random state they were computed under."""
 
     def __init__(self, head: nn.Module, targets: Tensor, options: LossOptions, device: torch.device) -> None:
         self._head, self._targets, self._options, self._device = head, targets, options, device
-        self._autocast = autocast_now(device.type)
+        self._autocast, self._as_then = autocast_now(device.type), Switches(head).noted()
         self._random = torch.get_rng_state(), *get_device_states(torch.empty(0, device=device))
 
     def losses(self, hidden: Tensor) -> Tensor:
@@ -126,7 +127,8 @@ class _Blocks:
         d_hidden = torch.empty_like(hidden) if of_hidden else None
         state, devices, states = self._random
         # A head with dropout must drop the same entries again, and the caller's random numbers go on as if it had not.
-        with torch.random.fork_rng(devices, device_type=self._device.type), torch.enable_grad():
+        random = torch.random.fork_rng(devices, device_type=self._device.type)
+        with random, torch.enable_grad(), self._as_then():
             torch.set_rng_state(state)
             if devices:
                 set_device_states(devices, states, device_type=self._device.type)

@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOut
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.names import ReductionName
 from ringspan.torch.attention.traced import ends_of
-from ringspan.torch.consistency.fixed import Fixed
+from ringspan.torch.consistency.fixed import Fixed, Weights
 from ringspan.torch.consistency.forward import agreeing, check_forward, in_pass, recovering
 from ringspan.torch.consistency.loop_watch import watch_backward
 from ringspan.torch.data.batch import SHARDED
@@ -86,10 +86,11 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
         with in_pass(self, asked.value):
             bind = partial(self.ring_bind, args, kwargs)
             kwargs = check_forward(self, bind, partial(_check_asked, self), asked.value)
+            weights = Weights(self)
             with recovering(self), agreeing(self, kwargs):
                 if self.ring_folds > 1:
-                    return _in_folds(self, call, kwargs)
-                return with_shards(self, call(**kwargs))
+                    return weights.until_backward(_in_folds(self, call, kwargs))
+                return weights.until_backward(with_shards(self, call(**kwargs)))
 
     def ring_bind(self: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> inspect.BoundArguments:
         return _bind(self, args, kwargs)

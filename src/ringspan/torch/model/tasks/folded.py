@@ -19,7 +19,7 @@ from ringspan.core.step_config import StepConfig, check_beside_folds
 from ringspan.torch.consistency.fixed import calling_parts
 from ringspan.torch.consistency.forward import agreeing, recovering
 from ringspan.torch.consistency.loop_watch import in_call
-from ringspan.torch.layers.modules import local_part
+from ringspan.torch.layers.switches import Switches
 from ringspan.torch.layers.view import ModelView, RingModel
 from ringspan.torch.memory.folds import Fold, Folds
 from ringspan.torch.memory.segments import surroundings
@@ -97,7 +97,7 @@ class _Pass:
         keeps = trains and step.checkpoint != "full"
         self._folds = Folds(layouts, step.offload, keeps_results=keeps, trains=trains)
         self._as_then: list[Callable[[], Any]] = []
-        self._versions: list[int] = []
+        self._switches = Switches(model).noted()
 
     def forward(self) -> Tensor:
         """Return the sum of the folds' losses, or the numbers of all tokens."""
@@ -108,19 +108,14 @@ class _Pass:
                     self._as_then.append(surroundings(self._arguments["input_ids"]))
                 found.append(self._compute(number, is_again=False))
         settle(self._model)
-        self._versions = self._weights()
         return torch.cat(found, 1) if found[0].ndim else torch.stack(found).sum()
 
     def backward(self, gradient: Tensor) -> None:
-        if self._versions != self._weights():
-            raise UnsupportedError(
-                "a weight was changed between a forward pass in folds and its backward pass, which computes with it "
-                "again; step the optimizer after backward"
-            )
         for number in reversed(range(len(self._folds.layouts))):
             with in_call("a backward pass"), recovering(self._model), calling_parts("a backward pass"):
                 sharding = sharded_after_layers(self._model)
-                with torch.enable_grad(), self._as_then[number](), agreeing(self._model, self._arguments), sharding:
+                same_batch, as_then = agreeing(self._model, self._arguments), self._as_then[number]
+                with torch.enable_grad(), self._switches(), as_then(), same_batch, sharding:
                     found = self._compute(number, is_again=True)
                 own = gradient[:, self._part(number)] if gradient.ndim else gradient
                 torch.autograd.backward(found, own.to(found.dtype))
@@ -134,8 +129,3 @@ class _Pass:
 
     def _part(self, number: int) -> slice:
         return slice(number * self._tokens, (number + 1) * self._tokens)
-
-    def _weights(self) -> list[int]:
-        # Optimizers write to a parameter, which counts for itself, and others to its shard.
-        each = [(parameter, local_part(parameter)) for parameter in self._model.parameters()]
-        return [tensor._version for tensors in each for tensor in tensors]

@@ -14,7 +14,7 @@ from ringspan.core.errors import LayoutError, UnsupportedError
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.names import LayoutName
 from ringspan.torch.consistency.calls import meeting
-from ringspan.torch.consistency.fixed import Fixed, check_fixed
+from ringspan.torch.consistency.fixed import Fixed, Weights, check_fixed
 from ringspan.torch.consistency.forward import in_pass, pass_facts, recovering
 from ringspan.torch.consistency.loop_watch import watch_backward
 from ringspan.torch.data.batch_layout import shard
@@ -97,10 +97,11 @@ class RingDecoder(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatibl
                 if self.ring_decoder == "":
                     _check_arguments(self, args, kwargs)
                 facts.alike, facts.alike_in_ring = pass_facts(self), _facts_of_ring(args, kwargs)
+            weights = Weights(self)
             with recovering(self):
                 output = super().__call__(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
             note_copies(self)
-            return output
+            return weights.until_backward(output)
 
     def forward(self: Any, *args: object, **kwargs: object) -> object:
         renew_types(self)

@@ -1,0 +1,75 @@
+"""Switches of modules, which decide what they compute beside inputs and weights, as a pass had them.
+
+A recomputation in backward reads them once more: by then another adapter may be active, or the model in evaluation.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+from torch import nn
+
+_NAMES: Final = ("training", "p", "rotary_length", "_active_adapter", "_disable_adapters", "scaling")
+"""Training mode, a dropout's rate, the length that rotary tables go by; of PEFT's adapters which, whether and how much."""
+_PLAIN: Final = (bool, int, float, str, list, dict, type(None))
+_ABSENT: Final = object()
+
+
+class Switches:
+    """Switches of a module and all parts of it, which stay its own: adapters are not added on a ring."""
+
+    def __init__(self, module: nn.Module) -> None:
+        parts = [*module.modules()]
+        self._attributes = [(vars(part), name) for part in parts for name in _NAMES if name in vars(part)]
+        self._parameters = [
+            (part._parameters, name) for part in parts for name, each in part._parameters.items() if each is not None
+        ]
+
+    def noted(self) -> Callable[[], Any]:
+        """Return a factory of contexts in which all switches are as they are now."""
+        values, trained = self._values(), self._trained()
+
+        @contextmanager
+        def as_then() -> Iterator[None]:
+            before, others = self._values(), self._trained()
+            if before == values and others == trained:
+                yield
+                return
+            own = [attributes.get(name, _ABSENT) for attributes, name in self._attributes]
+            held = [each.get(name) for each, name in self._parameters]
+            self._set(values)
+            _require(held, trained)
+            try:
+                yield
+            finally:
+                self._set(own)
+                # FSDP may hold the whole copy of a parameter in its place now, and keeps both alike.
+                _require(held, others)
+                _require([each.get(name) for each, name in self._parameters], others)
+
+        return as_then
+
+    def _values(self) -> list[Any]:
+        return [_copied(attributes.get(name, _ABSENT)) for attributes, name in self._attributes]
+
+    def _trained(self) -> list[bool]:
+        held = (each.get(name) for each, name in self._parameters)
+        return [each is not None and each.requires_grad for each in held]
+
+    def _set(self, values: list[Any]) -> None:
+        for (attributes, name), value in zip(self._attributes, values, strict=True):
+            if value is not _ABSENT:
+                attributes[name] = value
+
+
+def _require(parameters: list[nn.Parameter | None], trained: list[bool]) -> None:
+    for parameter, requires in zip(parameters, trained, strict=True):
+        if parameter is not None and parameter.requires_grad != requires:
+            parameter.requires_grad_(requires)
+
+
+def _copied(value: Any) -> Any:
+    """Return a value that a later change in place leaves alone; nothing of what is no switch."""
+    if not isinstance(value, _PLAIN):
+        return _ABSENT
+    return value.copy() if isinstance(value, list | dict) else value
