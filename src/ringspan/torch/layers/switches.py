@@ -26,7 +26,7 @@ class Switches:
         ]
 
     def noted(self) -> Callable[[], Any]:
-        """Return a factory of contexts in which all switches are as they are now."""
+        """Return a factory of contexts that restore all switches as they are now."""
         values, trained = self._values(), self._trained()
 
         @contextmanager

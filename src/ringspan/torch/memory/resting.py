@@ -33,7 +33,7 @@ class Resting:
     def _watch(self, resting: list[Any], layer: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         if torch.is_grad_enabled() and any(parameter.sharded_param.requires_grad for parameter in resting):
             args = (args[0] if args[0].requires_grad else args[0].detach().requires_grad_(), *args[1:])
-            # The gradient of the layer's input is its last, just before FSDP sums those of the weights.
+            # The gradient of the layer's input is its last, just before FSDP sums weight gradients.
             args[0].register_hook(lambda _: self._fill(resting))
         return args
 

@@ -145,7 +145,7 @@ def recover(model: FSDPModule) -> None:
     """
     groups = _groups_of(model)
     parameters = [parameter for group in groups for parameter in group.fsdp_params]
-    # PyTorch 2.15 takes gradients that are summed for those of the failed pass, and drops them.
+    # PyTorch 2.15 drops gradients that are summed too, as if the failed pass had computed them.
     summed = [(parameter.sharded_param, parameter.sharded_param.grad) for parameter in parameters]
     if any(_has_unsummed(group) for group in groups):
         _log.warning(
