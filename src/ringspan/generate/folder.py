@@ -87,7 +87,7 @@ def tokenizer_folder(folder: str) -> str | None:
 def load_tokenizer(folder: str, config: PreTrainedConfig, *, chats: bool = False) -> Tokenizer:
     """Load the tokenizer; raise ConfigError if it is missing, has another vocabulary, or cannot write what it is for.
 
-    With ``chats``, a chat template must be valid where there is one.
+    With ``chats``, a chat template, if any, must be valid.
     """
     source = tokenizer_folder(folder)
     if source is None:

@@ -30,7 +30,7 @@ def untie(model: nn.Module) -> None:
 
 
 def settle_ties(model: PreTrainedModel, tied: list[list[str]]) -> None:
-    """Share again the parameters of these names where they are still equal; else no weight of the model is shared."""
+    """Share the named parameters again if they are still equal; otherwise the model shares no weight."""
     for first, *others in tied:
         kept = model.get_parameter(first)
         if not all(torch.equal(kept, model.get_parameter(name)) for name in others):
