@@ -80,7 +80,7 @@ def examine_training() -> Trial:
 
 
 def outcome_of(trials: Sequence[Trial]) -> Trial:
-    """Return the first failure of any rank, which those of its peers follow, or the outcome that all share."""
+    """Return the first failure of any rank, from which its peers failed too, or the outcome that all share."""
     failures = [
         trial._replace(failure=f"rank {rank}: {trial.failure}") for rank, trial in enumerate(trials) if trial.failure
     ]

@@ -10,7 +10,7 @@ from typing import Any, Final
 from torch import nn
 
 _NAMES: Final = ("training", "p", "rotary_length", "_active_adapter", "_disable_adapters", "scaling")
-"""Training mode, a dropout's rate, the length that rotary tables go by; of PEFT's adapters which, whether and how much."""
+"""Training mode, a dropout rate, the length of rotary tables; PEFT's active adapters, their switch and scale."""
 _PLAIN: Final = (bool, int, float, str, list, dict, type(None))
 _ABSENT: Final = object()
 
