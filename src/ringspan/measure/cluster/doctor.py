@@ -80,7 +80,7 @@ def examine_training() -> Trial:
 
 
 def outcome_of(trials: Sequence[Trial]) -> Trial:
-    """Return the first failure of any rank, from which its peers failed too, or the outcome that all share."""
+    """Return the failure that came first, if a rank failed (its peers fail after it), or the shared outcome."""
     failures = [
         trial._replace(failure=f"rank {rank}: {trial.failure}") for rank, trial in enumerate(trials) if trial.failure
     ]
