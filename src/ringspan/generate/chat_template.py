@@ -30,7 +30,7 @@ def reads(template: str, name: str) -> bool:
 
 
 def refuse_broken(processor: Any, where: str) -> None:
-    """Raise ConfigError for a chat template that is no template of Jinja, before any conversation is blamed for it."""
+    """Raise ConfigError for a chat template that Jinja cannot parse, before any conversation is blamed for it."""
     messages = [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
     try:
         processor.apply_chat_template(messages, tokenize=False)

@@ -1,4 +1,4 @@
-"""Switches of modules, which decide what they compute beside inputs and weights, as a pass had them.
+"""Switches of modules, as a pass had them: like inputs and weights they decide what a module computes.
 
 A recomputation in backward reads them once more: by then another adapter may be active, or the model in evaluation.
 """
@@ -69,7 +69,7 @@ def _require(parameters: list[nn.Parameter | None], trained: list[bool]) -> None
 
 
 def _copied(value: Any) -> Any:
-    """Return a value that a later change in place leaves alone; nothing of what is no switch."""
+    """Return a copy that a later change in place does not reach; ``_ABSENT`` if the value is not a switch."""
     if not isinstance(value, _PLAIN):
         return _ABSENT
     return value.copy() if isinstance(value, list | dict) else value

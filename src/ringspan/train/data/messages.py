@@ -28,7 +28,7 @@ _VARIABLES: Final = "chat_template_kwargs"
 @dataclass(frozen=True)
 class Example:
     messages: list[dict[str, Any]]
-    """Contents are lists of parts; paths are absolute, a list of them for the frames of a video. Beside tool calls, a
+    """Contents are lists of parts; paths are absolute, a list of them for the frames of a video. Next to tool calls, a
     content may be None or missing."""
     place: str
     beside: dict[str, Any] = field(default_factory=dict[str, Any])
@@ -36,7 +36,7 @@ class Example:
     variables: dict[str, Any] = field(default_factory=dict[str, Any])
     """Other variables of the chat template."""
     untrained: tuple[int, ...] = ()
-    """Indices of messages whose tokens are no targets."""
+    """Indices of messages whose tokens are not targets."""
 
     @property
     def media(self) -> list[Path]:
@@ -97,7 +97,7 @@ def _example(row: object, name: str, place: str, folder: Path) -> Example:
 
 
 def _beside(row: dict[str, Any], name: str, place: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what a row has for the chat template beside its messages, in the form of TRL's data sets."""
+    """Return what a row has for the chat template next to its messages, in the form of TRL's data sets."""
     given = {key: _without_nones(value) for key, value in row.items() if key != name and value is not None}
     if unknown := sorted(given.keys() - {*_LISTS, _VARIABLES}):
         raise ConfigError(

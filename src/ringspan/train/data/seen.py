@@ -167,7 +167,7 @@ class SeenSequences:
     def _untrained(
         self, example: Example, messages: list[dict[str, Any]], made: dict[str, Any]
     ) -> Iterator[tuple[int, int]]:
-        """Yield the ranges of tokens of messages that are no targets."""
+        """Yield the token ranges of messages that are not targets."""
         find = self._answers if _marks_answers(example, self._processor) else self._written
         ranges = find(example, messages, made)
         if ranges is None:
@@ -195,7 +195,9 @@ class SeenSequences:
     def _written(
         self, example: Example, messages: list[dict[str, Any]], made: dict[str, Any]
     ) -> list[list[tuple[int, int]]] | None:
-        """Return the range of each message of untrained ones; None if its beginnings are not written alike."""
+        """Return the range of tokens of each untrained message; None if the template writes a conversation's beginning
+        differently when it is the whole text.
+        """
         tokens, stops = made["input_ids"][0], {0: 0, len(messages): len(made["input_ids"][0])}
         for number in sorted({each + more for each in example.untrained for more in (0, 1)} - stops.keys()):
             part = self._processed(example, messages[:number])["input_ids"][0]
