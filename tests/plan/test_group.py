@@ -1,16 +1,21 @@
 """Plans of answers to one prompt: as a tree of segments, and as separate rows."""
 
 import json
+from dataclasses import replace
 
+import pytest
 from typer.testing import CliRunner
 
 import ringspan as rs
 from ringspan.cli.main import app
+from ringspan.core.errors import UnsupportedError
 from ringspan.core.schedule.schedule import make_schedule
 from ringspan.plan.cost.memory import training_memory
 from ringspan.plan.group import compare_group
+from ringspan.plan.model.configs import from_config
 from ringspan.plan.planner import make_plan
 from tests.plan.test_documents import question
+from tests.torch.models import config
 
 
 def test_a_tree_is_planned_by_its_own_tokens_and_pairs():
@@ -39,3 +44,10 @@ def test_the_command_prints_both_ways():
     assert "40,960" in printed and "270,336" in printed
     found = json.loads(CliRunner().invoke(app, [*options, "--json"]).output)
     assert found["tree"]["step_seconds"] < found["rows"]["step_seconds"] / 4
+
+
+def test_a_model_with_an_index_is_named():
+    """Its keys are chosen from one range for each query, which those of a tree are not."""
+    shape = from_config(config("glm_moe_dsa").to_dict(), "indexed")
+    with pytest.raises(UnsupportedError, match=r"--group 4: indexed chooses its keys by an index.*leave --group out"):
+        compare_group(replace(question(), shape=shape), 4, 1000, 100)

@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ringspan.core.errors import ConfigError, RingspanError
 from ringspan.torch.weights.loading import filled
+from ringspan.train.config.load import parse_config
 from ringspan.train.config.tables import TrainConfig
 from ringspan.train.data.sequences import build_data
 from ringspan.train.model import (
@@ -215,3 +216,27 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path: Path):
     )
     with pytest.raises(ConfigError, match="has 7 tokens, the model only 6"):
         load_tokenizer(asked.model, load_model_config(asked))
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("empty", "model.path = '{path}': has no config.json; give the folder that a model was saved into"),
+        ("a.txt", "model.path = '{path}': is a file; give the folder of a.txt"),
+        ("adapter", "model.path = '{path}': is the folder of an adapter; give that of its base model (its/base)"),
+        ("packed", "model.path = '{path}': its files are quantised, and ringspan train reads weights of 16 or 32 bits"),
+    ],
+)
+def test_a_path_of_no_plain_model_says_what_to_give(tmp_path, name, says):
+    for folder in ("empty", "adapter", "packed"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "adapter" / "adapter_config.json").write_text('{"base_model_name_or_path": "its/base"}')
+    packed = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    values = config("llama").to_dict() | {"quantization_config": packed}
+    (tmp_path / "packed" / "config.json").write_text(json.dumps(values))
+    data = {"paths": "a", "sequence_length_tokens": 64}
+    asked = parse_config({"model": {"path": str(tmp_path / name)}, "data": data, "adapter": {"rank": 4}})
+    with pytest.raises(RingspanError) as caught:
+        load_model_config(asked)
+    assert says.format(path=tmp_path / name) in str(caught.value) and len(str(caught.value)) < 350

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 
 import ringspan as rs
 from ringspan.checkpoints.checkpoint import Checkpoints
-from ringspan.checkpoints.state import run_state
-from ringspan.core.errors import ConfigError
+from ringspan.checkpoints.state import load_state, run_state
+from ringspan.core.errors import CheckpointError, ConfigError
 from ringspan.train.config.tables import OptimizerConfig
 from ringspan.train.job import build_optimizer, set_learning_rate
 from tests.torch.models import build, relative, tokens
@@ -107,3 +107,27 @@ def test_moments_in_8_bits_are_saved_and_read(pool, tmp_path):
     pytest.importorskip("torchao")
     for error, size in pool.run(saved_in_8_bits, 4, tmp_path):
         assert error < 0.02 and size > 0
+
+
+def saved_with_another(mesh: DeviceMesh, folder: Path) -> list[str]:
+    """What loading says in a job of another optimizer, without moments and with."""
+    model, found = rs.parallelize(build("llama"), mesh), list[str]()
+    optimizers = {
+        name: torch.optim.SGD(model.parameters(), lr=0.1, momentum=m) for name, m in (("no", 0), ("has", 0.9))
+    }
+    for saving, loading in (("no", "has"), ("has", "no")):
+        checkpoints = Checkpoints(folder / saving, run_id="run1", asynchronous=False)
+        checkpoints.save(1, run_state(model, optimizers[saving]), {}, {}, mesh={}, layout="zigzag")
+        saved, other = checkpoints.find(), optimizers[loading]
+        try:
+            load_state(checkpoints, saved.folder, saved.manifest, run_state(model, other), other, {})
+        except CheckpointError as error:
+            found.append(str(error))
+        checkpoints.close()
+    return found
+
+
+def test_a_checkpoint_of_another_optimizer_blames_it(pool, tmp_path):
+    for lacks, has in pool.run(saved_with_another, 2, tmp_path):
+        assert "momentum_buffer; was it saved with another optimizer? set that one again" in lacks
+        assert "momentum_buffer, which SGD does not keep; it was saved with another optimizer" in has

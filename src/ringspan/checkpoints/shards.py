@@ -182,7 +182,10 @@ def read_tensors(folder: Path, manifest: Manifest, tensors: Mapping[str, Tensor 
         for name, tensor in tensors.items():
             entry = manifest.tensors.get(name)
             if entry is None:
-                raise CheckpointError(f"{folder}: has no {name}; is it of another model? use its own")
+                why = "is it of another model? use its own"
+                if name.startswith("optimizer/"):
+                    why = "was it saved with another optimizer? set that one again"
+                raise CheckpointError(f"{folder}: has no {name}; {why}")
             wanted = dtype_name(tensor), tuple(tensor.shape)
             if (entry.dtype, entry.shape) != wanted:
                 raise CheckpointError(

@@ -59,9 +59,7 @@ def load_state(
     # What a checkpoint has and the model lacks would be lost without a word. (Each rank's own tensors are named so.)
     unknown = [name for name in manifest.tensors if name not in tensors and not name.startswith("rank ")]
     if unknown:
-        raise CheckpointError(
-            f"{folder}: has {unknown[0]}, which this model lacks; is it of another model? use its own"
-        )
+        raise CheckpointError(f"{folder}: has {unknown[0]}, which {_lacking(unknown[0], optimizer)}")
     same = manifest.num_ranks == dist.get_world_size()
     if is_local(optimizer) and not same:
         raise CheckpointError(
@@ -72,6 +70,12 @@ def load_state(
     checkpoints.load(folder, manifest, tensors, {**own, **packed} if same else None)
     take_counts(optimizer, packed)
     return same
+
+
+def _lacking(name: str, optimizer: torch.optim.Optimizer) -> str:
+    if name.startswith("optimizer/"):
+        return f"{type(optimizer).__name__} does not keep; it was saved with another optimizer, so set that one again"
+    return "this model lacks; is it of another model? use its own"
 
 
 def _make_state(optimizer: torch.optim.Optimizer) -> None:

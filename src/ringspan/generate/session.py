@@ -14,11 +14,14 @@ from transformers import PreTrainedConfig
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.generation.streamers import TextStreamer
 
-from ringspan.core.errors import ConfigError
+from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.generate.folder import check_ids, load_model
 from ringspan.generate.settings import GenerateSettings
 from ringspan.torch.consistency.watchdog import Limits, Watchdog
 from ringspan.torch.generate.cache.cache import RingCache
+from ringspan.torch.generate.cache.saved import refuse_unsaved
+from ringspan.torch.layers.view import decoder_on_ring
+from ringspan.torch.model.attention.indexed import choosing_modules
 from ringspan.torch.parallelize import parallelize
 from ringspan.torch.runtime.launch import local_device
 from ringspan.torch.runtime.mesh import init_mesh
@@ -91,12 +94,28 @@ class Session:
                 f"{option}: generation_config.json has num_beams = {self.num_beams}, and such a cache is of so many "
                 "texts; set it to 1 there, or leave the option out"
             )
+        if self.settings.save_cache is not None:
+            self._refuse_unsaved()
         cache = self.new_cache()
         if self.settings.load_cache is None:
             return [], cache
         if len(cache.ids) > 1:
             raise ConfigError(f"--load-cache {self.settings.load_cache}: holds {len(cache.ids)} texts, must hold one")
         return cache.ids[0].tolist(), cache
+
+    def _refuse_unsaved(self) -> None:
+        """Raise UnsupportedError if the model's caches cannot be saved, before a text is read for one."""
+        cache = self.model.new_cache()
+        if choosing_modules(decoder_on_ring(self.model)):  # a token shows what their indexes keep
+            token = torch.zeros(1, 1, dtype=torch.int64, device=local_device())
+            self.model.generate(
+                token, attention_mask=torch.ones_like(token), past_key_values=cache, max_new_tokens=1, do_sample=False,
+                num_beams=1, weights=self.settings.weights,
+            )  # fmt: skip
+        try:
+            refuse_unsaved(self.model, cache)
+        except UnsupportedError as error:
+            raise UnsupportedError(f"--save-cache {self.settings.save_cache}: {error}, without the option") from None
 
     def keep(self, cache: RingCache) -> None:
         """Save a cache if the settings say so; raise CheckpointError on all ranks if that fails."""

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import Any, Final
 
-from ringspan.core.errors import ConfigError
+from ringspan.core.errors import ConfigError, UnsupportedError
 from ringspan.core.geometry.tree import Tree
 from ringspan.plan.cost.memory import training_memory
 from ringspan.plan.cost.passes import causal_pairs
@@ -24,6 +24,11 @@ def compare_group(question: Question, group: int, prompt: int, completion: int) 
     if prompt + group * completion > MOST["length"] or group * question.batch > MOST["batch"]:
         raise ConfigError(
             f"--group {group}: at most {MOST['batch']:,} answers of {MOST['length']:,} tokens, prompt and all"
+        )
+    if question.shape.has_index:
+        raise UnsupportedError(
+            f"--group {group}: {question.shape.name} chooses its keys by an index, which takes no tree of "
+            "answers; leave --group out, and plan rows of prompt and answer by --length and --batch"
         )
     answer = make_plan(replace(question, length=prompt + completion, batch=group * question.batch))
     tokens, pairs = group * (prompt + completion), group * causal_pairs(prompt + completion)

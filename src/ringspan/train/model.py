@@ -19,12 +19,13 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from ringspan.core.costs import training_flops
-from ringspan.core.errors import ConfigError
+from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.files.named import why_no_config
 from ringspan.core.messages.lines import refused
 from ringspan.generate.chat_template import refuse_broken
 from ringspan.plan.model.hub import from_hub
 from ringspan.torch.layers.decoder import decoder_of, head_counts, head_sizes, text_config, without_attention
-from ringspan.torch.model.support import refuse_config, refuse_quantised
+from ringspan.torch.model.support import refuse_config
 from ringspan.torch.tensor_parallel.split import refuse_heads
 from ringspan.torch.weights.files import WeightFiles, folder_of
 from ringspan.torch.weights.loading import auto_class, first_of, unread_model
@@ -45,7 +46,14 @@ Tokenizer = PreTrainedTokenizerBase | ProcessorMixin
 def load_model_config(config: TrainConfig) -> PreTrainedConfig:
     """Load the model's config; refuse one that cannot be exact before reading anything else."""
     settings = config.model
-    with refused("model", OSError, ValueError, KeyError, TypeError, StrictDataclassError):
+    with refused(
+        f"model.{'path' if settings.init == 'pretrained' else 'config'}",
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+        StrictDataclassError,
+    ):
         model_config = _model_config(settings)
     own_code = getattr(model_config, "auto_map", None) or {}
     makes_it = type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING or "AutoModelForCausalLM" in own_code
@@ -57,8 +65,12 @@ def load_model_config(config: TrainConfig) -> PreTrainedConfig:
             "AutoModelForCausalLM makes"
         )
     refuse_config(model_config)
-    if settings.init == "pretrained":
-        refuse_quantised(model_config)
+    if settings.init == "pretrained" and getattr(model_config, "quantization_config", None) is not None:
+        raise UnsupportedError(
+            f"model.path = {settings.path!r}: its files are quantised, and ringspan train reads weights of 16 or 32 "
+            "bits; set model.path to the model that they were made of, or train an adapter over packed weights in "
+            "Python, see docs/adapters.md"
+        )
     refuse_heads(model_config, config.mesh.tp)
     text = text_config(model_config)
     if settings.rope is not None:
@@ -78,6 +90,10 @@ def _model_config(settings: ModelConfig) -> PreTrainedConfig:
     if settings.init == "scratch":
         return AutoConfig.for_model(**settings.config_values())
     assert settings.path is not None, "checked by ModelConfig"
+    if (local := Path(settings.path)).exists():
+        reason = f"is a file; give the folder of {local.name}" if local.is_file() else why_no_config(local)
+        if reason:
+            raise ConfigError(f"model.path = {settings.path!r}: {reason}")
     try:
         with from_hub(f"model.path = {settings.path!r}", settings.path):
             return AutoConfig.from_pretrained(settings.path, trust_remote_code=settings.trust_remote_code)

@@ -107,12 +107,16 @@ def test_a_hub_id_of_a_built_in_model_needs_no_network():
         ("lama-7b", ConfigError, "did you mean llama-7b"),
         ("zzz", ConfigError, "known are gpt2"),
         ("{folder}/none.json", ConfigError, "none.json"),
-        ("{folder}/list.json", ConfigError, "JSON object"),
+        ("{folder}/list.json", ConfigError, "has no model_type of transformers"),
         ("{folder}/broken.json", ConfigError, "not valid JSON"),
         ("{folder}/t5.json", UnsupportedError, "model_type='t5'"),
         ("{folder}/bamba.json", ConfigError, "builds no bamba model"),
         ("{folder}/heads.json", UnsupportedError, "num_key_value_heads=3"),
-        ("{folder}/packed.json", UnsupportedError, r"is quantised \(torchao\), and plans count weights of 16"),
+        (
+            "{folder}/packed.json",
+            UnsupportedError,
+            r"is quantised \(torchao\); plan the model .*--lora 16 --weights int8",
+        ),
     ],
 )
 def test_what_is_no_model_is_refused(tmp_path, name, error, message):
@@ -129,7 +133,10 @@ def test_what_is_no_model_is_refused(tmp_path, name, error, message):
 
 def test_a_path_that_is_there_is_no_id_of_the_hub(tmp_path):
     (tmp_path / "config").write_text("{}")
-    cases = {"/dev/zero": "cannot be read .a pipe or a device", tmp_path / "config": "model_type=None"}
+    cases = {
+        "/dev/zero": "cannot be read .a pipe or a device",
+        tmp_path / "config": "has no model_type of transformers",
+    }
     for path, message in cases.items():
         with pytest.raises(RingspanError, match=message):
             model_shape(str(path))

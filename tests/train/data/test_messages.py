@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from datasets import Dataset
+from pydantic import ValidationError
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -213,3 +214,13 @@ def test_a_processor_takes_a_message_of_calls_alone(tmp_path):
     found = row(tmp_path, processor, [said("user", "blue"), {"role": "assistant", "tool_calls": CALLS}])
     count = int(found["attention_mask"].sum())
     assert processor.tokenizer.decode(found["input_ids"][:count]) == "user: blue assistant: <end> red"
+
+
+def test_a_folder_without_conversations_names_what_is_read(tmp_path):
+    (tmp_path / "a.txt").write_text("text")
+    data = DataConfig(paths=(str(tmp_path),), messages="messages", sequence_length_tokens=300)
+    with pytest.raises(ConfigError, match=r"no file in it ends in .jsonl, .json; give .jsonl files with conversations"):
+        read_conversations(data)
+    for key in ("extensions", "hub_split"):
+        with pytest.raises(ValidationError, match=rf"data.{key}: is of text, and data.messages reads conversations"):
+            DataConfig.model_validate(dict(data) | {key: (".txt",) if key == "extensions" else "test"})

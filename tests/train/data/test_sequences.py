@@ -234,6 +234,7 @@ def refuse_hub(*_: Any, **__: Any) -> Dataset:
         ("a.jsonl", "[" * 100_000, 'a.jsonl": cannot be read: '),
         ("a.jsonl", "[1]", "a.jsonl:1; it has no fields"),
         ("a.json", '[{"body": "x"}]', 'data.text_field = "text": is missing in'),
+        ("a.json", '{"text": "x"}\n{"text": 1', 'a.json:2": is no line of JSON, and the file is not one JSON value'),
         ("a.parquet", "no parquet", "cannot be read"),
         ("a.txt", "  ", "no text in 1 documents (0 not UTF-8 or null, 1 empty); add files with text"),
         ("a.jsonl", "\n", "no text in 1 documents (0 not UTF-8 or null, 1 empty); add files with text"),
@@ -495,3 +496,8 @@ def test_a_default_accepts_a_text_long_enough_to_train_on(tmp_path: Path, caplog
     data = build_data(train_config(file), tokenizer)
     assert data.eval is None and len(data.train) == 2
     assert "17 tokens are too few to hold some out" in caplog.text
+
+
+def test_lines_of_json_are_read_under_a_name_of_json(tmp_path: Path):
+    write(tmp_path / "a.json", '{"text": "one\u2028two"}\r\n\n{"text": "three"}\n')
+    assert scan_documents(data_config(tmp_path)).documents["text"][:] == ["one\u2028two", "three"]

@@ -70,3 +70,10 @@ def test_a_warm_up_that_is_not_set_stays_that_of_the_beginning(tmp_path, began, 
     found = read_record(config(**asked))
     assert found.config.optimizer.warmup_steps == warmup
     assert any("warmup" in line for line in found.changes) == (warmup != config(**began).optimizer.warmup_steps)
+
+
+@pytest.mark.parametrize("file", ["config.json", "adapter_config.json", "model.safetensors"])
+def test_a_models_folder_is_no_runs(tmp_path, file):
+    (tmp_path / file).write_text("{}")
+    with pytest.raises(ConfigError, match=rf"is the folder of a model, with {file}; choose a folder of its own"):
+        read_record(parse_config(values(tmp_path)))

@@ -1,11 +1,15 @@
 """Paths on the command line: small files and output folders."""
 
 import errno
+import json
 import os
 import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
+
+from ringspan.core.messages.lines import one_line
 
 ADAPTER_CONFIG: Final = "adapter_config.json"  # the files that PEFT writes into a folder
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
@@ -29,6 +33,30 @@ def why_no_model(folder: Path) -> str | None:
     if any((folder / name).is_file() for name in (MODEL_CONFIG, ADAPTER_CONFIG)):
         return None
     return f"has no {MODEL_CONFIG} and no {ADAPTER_CONFIG}; give the folder that a model was saved into"
+
+
+def why_no_config(path: Path) -> str | None:
+    """Return why a local path is no model's folder, nor its config.json; None if it is one."""
+    if path.is_dir() and not (path / MODEL_CONFIG).is_file():
+        if (path / ADAPTER_CONFIG).is_file():
+            return f"is the folder of an adapter; give that of its base model ({_base_named(path)})"
+        return f"has no {MODEL_CONFIG}; give the folder that a model was saved into"
+    file = path / MODEL_CONFIG if path.is_dir() else path
+    try:
+        values = json.loads(read_small(file))
+    except OSError as error:
+        return f"cannot be read ({error.strerror}); give the folder that a model was saved into"
+    except (ValueError, RecursionError) as error:
+        return f"{file} is not valid JSON ({one_line(error)}); give the folder that a model was saved into"
+    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+        return f"{file} has no model_type of transformers; give the config of a Hugging Face model"
+    return None
+
+
+def _base_named(adapter: Path) -> str:
+    with suppress(OSError, ValueError, AttributeError, RecursionError):
+        return str(json.loads(read_small(adapter / ADAPTER_CONFIG)).get("base_model_name_or_path"))
+    return f"base_model_name_or_path in its {ADAPTER_CONFIG}"
 
 
 def why_no_folder(path: Path) -> str | None:

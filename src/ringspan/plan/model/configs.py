@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ringspan.core.errors import ConfigError, UnsupportedError
-from ringspan.core.files.named import read_small
+from ringspan.core.files.named import read_small, why_no_config
 from ringspan.core.messages.lines import one_line
 from ringspan.core.selection import Index
 from ringspan.plan.model.hub import from_hub
@@ -49,6 +49,8 @@ def model_shape(text: str, media: Media = NO_MEDIA, dtype: str = "bfloat16") -> 
     if not text.strip():
         raise ConfigError(f"--model {text!r}: give a name such as llama-3.1-8b, a config.json or its folder, or an id")
     if path.exists() or path.suffix == ".json":
+        if reason := why_no_config(path):
+            raise ConfigError(f"--model {text!r}: {reason}")
         return read_config(path / "config.json" if path.is_dir() else path, media, dtype)
     if normal(text) in MODELS:
         _refuse_media(text, media)
@@ -91,8 +93,9 @@ def from_config(values: Mapping[str, Any], name: str, media: Media = NO_MEDIA, d
     """Return the shape of a config's values; UnsupportedError for a type no ring runs, packed weights, uneven heads."""
     if isinstance(packed := values.get("quantization_config"), dict):
         raise UnsupportedError(
-            f"{name}: is quantised ({packed.get('quant_method')}), and plans count weights of 16 or 32 bits, which are "
-            "trained; take quantization_config out of a copy of its config.json to plan without"
+            f"{name}: is quantised ({packed.get('quant_method')}); plan the model that it was made of, or a copy of "
+            f"its config.json without quantization_config, and add --lora 16 --weights {_packed_name(packed)} to train "
+            "adapters over it"
         )
     if not isinstance(values.get("model_type"), str):
         raise UnsupportedError(f"{name}: model_type={values.get('model_type')!r} is no type of transformers")
@@ -104,6 +107,15 @@ def from_config(values: Mapping[str, Any], name: str, media: Media = NO_MEDIA, d
         _refuse_media(name, media)
         shape = text_shape(values, name)
     return shape
+
+
+def _packed_name(packed: Mapping[str, Any]) -> str:
+    """Return ``--weights`` for a quantization_config, as far as plans know its format."""
+    if packed.get("quant_method") != "bitsandbytes" or packed.get("load_in_8bit"):
+        return "int8"
+    if packed.get("bnb_4bit_quant_type") != "nf4":
+        return "int4"
+    return "nf4-double" if packed.get("bnb_4bit_use_double_quant") else "nf4"
 
 
 def _refuse_media(name: str, media: Media) -> None:

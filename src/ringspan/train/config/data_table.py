@@ -1,7 +1,7 @@
 """Table [data], and its files, found without importing a framework."""
 
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
@@ -13,6 +13,8 @@ from ringspan.core.messages.lines import few, refused
 from ringspan.core.names import BalanceName
 from ringspan.train.config.problems import Strings, Table
 
+CONVERSATIONS: Final = (".jsonl", ".json")
+"""Endings of files with conversations."""
 DocumentsName = Literal["pack", "separate", "cut"]
 
 
@@ -60,10 +62,15 @@ class DataConfig(Table):
         if self.shared_prefix and self.messages is None:
             raise ConfigError("data.shared_prefix = true: is for conversations; set data.messages, or leave it out")
         if self.messages is not None:
-            for name in ("text_field", "documents"):
+            for name in ("text_field", "documents", "extensions", "hub_split"):
                 if getattr(self, name) != DataConfig.model_fields[name].default:  # all are set in a run's record
                     raise ConfigError(f"data.{name}: is of text, and data.messages reads conversations; remove one")
         return self
+
+    @property
+    def endings(self) -> tuple[str, ...]:
+        """Return the endings of files that are read in folders."""
+        return self.extensions if self.messages is None else CONVERSATIONS
 
     @field_validator("extensions")
     @classmethod
@@ -86,14 +93,15 @@ class FoundFiles:
     left_out: list[str] = field(default_factory=list)
 
 
-def find_files(paths: Iterable[str], extensions: Sequence[str]) -> FoundFiles:
-    """List files that local paths name or have below them with such an ending, each once."""
-    endings = tuple(extension.lower() for extension in extensions)
+def find_files(config: DataConfig) -> FoundFiles:
+    """List files that local paths name or have below them with the endings of such data, each once."""
+    endings = tuple(extension.lower() for extension in config.endings)
+    remedy = "give .jsonl files with conversations" if config.messages is not None else "correct it or data.extensions"
     files: dict[Path, Path] = {}  # by resolved path, so that a file reached twice is one document
     left_out: list[str] = []
-    for name in paths:
+    for name in (path for path in config.paths if not path.startswith("hub:")):
         with refused(f'data.paths = "{name}": cannot be read', OSError, RuntimeError, remedy="; correct it"):
-            for file in _files_at(Path(name).expanduser(), name, endings, left_out):
+            for file in _files_at(Path(name).expanduser(), name, endings, left_out, remedy):
                 size = file.stat().st_size
                 if size > _MAX_TEXT_BYTES and file.suffix.lower() not in (".jsonl", ".parquet"):
                     raise ConfigError(
@@ -103,16 +111,14 @@ def find_files(paths: Iterable[str], extensions: Sequence[str]) -> FoundFiles:
     return FoundFiles(files=list(files.values()), left_out=left_out)
 
 
-def _files_at(path: Path, name: str, endings: tuple[str, ...], left_out: list[str]) -> list[Path]:
+def _files_at(path: Path, name: str, endings: tuple[str, ...], left_out: list[str], remedy: str) -> list[Path]:
     if path.is_dir():
         found = sorted(_walk(path, endings), key=Path.as_posix)
         files = [file for file in found if file.is_file()]
         if len(files) < len(found):
             left_out.append(f"{name}: left out {len(found) - len(files)} links to nothing, pipes and the like")
         if not files:
-            raise ConfigError(
-                f'data.paths = "{name}": no file in it ends in {few(endings)}; correct it or data.extensions'
-            )
+            raise ConfigError(f'data.paths = "{name}": no file in it ends in {few(endings)}; {remedy}')
         return files
     if not path.exists():
         raise ConfigError(

@@ -18,7 +18,7 @@ from ringspan.core.errors import ConfigError
 from ringspan.core.files.named import why_no_folder
 from ringspan.core.messages.lines import few, one_line, refused
 from ringspan.plan.model.hub import from_hub
-from ringspan.train.config.data_table import DataConfig, FoundFiles, find_files
+from ringspan.train.config.data_table import DataConfig, find_files
 
 logger = logging.getLogger(__name__)
 # Part of each cache key: raise it when the same files would give other documents.
@@ -41,7 +41,7 @@ def scan_documents(config: DataConfig) -> DocumentScan:
     if reason := why_no_folder(cache):
         raise ConfigError(f"{cache}: text cannot be cached there ({reason}); set HF_HOME to a folder with room")
     local = [path for path in config.paths if not path.startswith("hub:")]
-    found = find_files(local, config.extensions) if local else FoundFiles()
+    found = find_files(config)
     for line in found.left_out:
         logger.warning(line)
     files = found.files
@@ -129,11 +129,27 @@ def json_rows(path: Path) -> Iterator[tuple[str, Any]]:
                 yield place, NOT_UTF8
             elif text.strip():  # a last line break is no document
                 with refused(f'data.paths = "{place}": is not valid JSON', ValueError, remedy="; repair or remove it"):
-                    row = json.loads(text)
+                    try:
+                        row = json.loads(text)
+                    except json.JSONDecodeError as error:
+                        if not is_whole or error.msg != "Extra data":
+                            raise
+                        yield from _lines_of(text, path)  # JSON lines under a name of JSON
+                        continue
                 if is_whole and isinstance(row, list):
                     yield from ((f"{path}[{index}]", each) for index, each in enumerate(row))
                 else:
                     yield (f"{path}[0]" if is_whole else place), row
+
+
+def _lines_of(text: str, path: Path) -> Iterator[tuple[str, Any]]:
+    # Not splitlines, which ends a line at characters that JSON may hold in a string.
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            where = f'data.paths = "{path}:{number}": is no line of JSON, and the file is not one JSON value'
+            with refused(where, ValueError, remedy="; repair it"):
+                row = json.loads(line)
+            yield f"{path}:{number}", row
 
 
 def _read_parquet(path: Path, text_field: str) -> Iterator[str | None]:

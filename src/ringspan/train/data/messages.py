@@ -13,13 +13,12 @@ from typing import Any, Final
 
 from ringspan.core.errors import ConfigError
 from ringspan.core.messages.lines import few, refused
-from ringspan.train.config.data_table import DataConfig, find_files
+from ringspan.train.config.data_table import CONVERSATIONS, DataConfig, find_files
 from ringspan.train.data.documents import NOT_UTF8, json_rows
 
 # What a part of a message may be beside text, and the keys that transformers' processors know its path by.
 MEDIA: Final = ("image", "video", "audio")
 _KEYS: Final = ("path", "url")  # of each of them, beside its own name
-_ENDINGS: Final = (".jsonl", ".json")
 # Keys of a row beside its messages.
 _LISTS: Final = ("tools", "documents")
 _VARIABLES: Final = "chat_template_kwargs"
@@ -65,10 +64,10 @@ def read_conversations(config: DataConfig) -> Conversations:
     for path in config.paths:
         if path.startswith("hub:"):
             raise ConfigError(f'data.paths = "{path}": conversations (data.messages) are read from local files')
-    found = find_files(config.paths, _ENDINGS)
+    found = find_files(config)
     examples: list[Example] = []
     for file in found.files:
-        if file.suffix.lower() not in _ENDINGS:
+        if file.suffix.lower() not in CONVERSATIONS:
             raise ConfigError(f'data.paths = "{file}": conversations (data.messages) are read from .jsonl and .json')
         examples += [_example(row, field_, place, file.parent) for place, row in _rows(file)]
     if not examples:

@@ -244,7 +244,7 @@ def _write(
 
 def _settings_of(run: Path) -> TrainConfig:
     if not (run / RECORD).exists():
-        raise ConfigError(f"{run}: is no folder of a run ({RECORD} is missing)")
+        raise ConfigError(f"{run}: is no folder of a run ({RECORD} is missing); give the one that run = ... named")
     with refused(f"{run / RECORD}: is not the record of a run", OSError, ValueError, KeyError, TypeError):
         return recorded(json.loads(read_small(run / RECORD))["config"])[0]
 

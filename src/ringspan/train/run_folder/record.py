@@ -10,7 +10,8 @@ from pydantic import BaseModel
 
 from ringspan.core.errors import ConfigError
 from ringspan.core.files.lock import FileLock
-from ringspan.core.files.named import read_small, why_no_folder
+from ringspan.core.files.named import ADAPTER_CONFIG, MODEL_CONFIG, read_small, why_no_folder
+from ringspan.core.files.weights import INDEX, WEIGHTS
 from ringspan.core.messages.lines import differences
 from ringspan.train.config.data_table import find_files
 from ringspan.train.config.load import parse_config
@@ -19,6 +20,7 @@ from ringspan.train.config.tables import TrainConfig
 
 RECORD: Final = "run.json"
 EXPORTED: Final = "exported"  # the step whose model has been written
+_OF_MODELS: Final = (MODEL_CONFIG, ADAPTER_CONFIG, WEIGHTS, INDEX)
 # Another value of these would be another run under the same name.
 _FIXED: Final = ("seed", "model", "data", "adapter")
 _FREE: Final = ("adapter.merge", "model.compile")  # which change no number of the run
@@ -49,6 +51,10 @@ def read_record(config: TrainConfig) -> RunRecord:
             raise ConfigError(
                 f"{run} already holds a run that cannot be continued ({RECORD} is missing); choose another with "
                 "run=..., or remove it"
+            ) from None
+        if there := next((name for name in _OF_MODELS if (run / name).exists()), None):
+            raise ConfigError(
+                f'run = "{run}": is the folder of a model, with {there}; choose a folder of its own with run=...'
             ) from None
         return RunRecord(run_id=uuid.uuid4().hex, is_new=True, config=config)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -104,7 +110,7 @@ def check_run(config: TrainConfig) -> RunRecord:
     The command asks before ranks start, and rank 0 again under its lock: a folder may be another by then.
     """
     config.require_extras()
-    find_files((path for path in config.data.paths if not path.startswith("hub:")), config.data.extensions)
+    find_files(config.data)
     record = read_record(config)
     _refuse_finished(config)
     return record

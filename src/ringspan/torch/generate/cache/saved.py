@@ -153,17 +153,25 @@ def _facts_to_save(model: Any, cache: Any, target: Path) -> dict[str, Any]:
         raise UnsupportedError("the cache is empty; generate with past_key_values=cache first")
     cache.check_complete()
     cache.read_by(reader_of(model))
+    refuse_unsaved(model, cache)
+    if target.exists():
+        raise CheckpointError(f"{target}: exists; remove it, or choose another name")
+    if reason := why_no_folder(target):
+        raise CheckpointError(f"{target}: cannot be written: {reason}")
+    return {"model": model.ring_number, "folder": target.name, "tokens": _ids_digest(cache.ids)}
+
+
+def refuse_unsaved(model: Any, cache: RingCache) -> None:
+    """Raise UnsupportedError for a cache that holds, or for a model with states would hold, more than keys by tokens.
+
+    What an index keeps is seen once the cache has read a token.
+    """
     if cache.stateful:
         raise UnsupportedError(f"a cache with states of {class_name(model)} is not saved; read the text again")
     is_shared = any(layer not in cache.keepers and len(layer.rows) > 2 for layer in cache.layers)
     if is_shared or any(layer.kept for layer in cache.layers):
         what = "layers have an index and the keys of others" if is_shared else "index chooses pools"
         raise UnsupportedError(f"a cache of {class_name(model)} whose {what} is not saved; read the text again")
-    if target.exists():
-        raise CheckpointError(f"{target}: exists; remove it, or choose another name")
-    if reason := why_no_folder(target):
-        raise CheckpointError(f"{target}: cannot be written: {reason}")
-    return {"model": model.ring_number, "folder": target.name, "tokens": _ids_digest(cache.ids)}
 
 
 def _make(scratch: Path) -> None:
