@@ -25,7 +25,7 @@ def blockwise_feedforward(function: Callable[[Array], Array], x: Array, *, chunk
         (..., T, C').
 
     Raises:
-        ConfigError: ``chunk_tokens`` that is no integer or below one.
+        ConfigError: ``chunk_tokens`` is not an integer of at least one.
         UnsupportedError: ``function`` returns other than one row per row.
 
     Source: Liu and Abbeel 2023, "Blockwise Parallel Transformer for Large Context Models".

@@ -36,7 +36,7 @@ def why_no_model(folder: Path) -> str | None:
 
 
 def why_no_config(path: Path) -> str | None:
-    """Return why a local path is no model's folder, nor its config.json; None if it is one."""
+    """Return why a local path is neither a model's folder nor its config.json; None if it is one."""
     if path.is_dir() and not (path / MODEL_CONFIG).is_file():
         if (path / ADAPTER_CONFIG).is_file():
             return f"is the folder of an adapter; give that of its base model ({_base_named(path)})"
