@@ -359,7 +359,7 @@ def test_views_are_sharded_like_any_tensor():
         ({"targets": torch.ones(5, dtype=torch.bool)}, "targets must be int64 or int32, got torch.bool"),
         ({"targets": [1, 2, 3, 4, 5]}, r"targets must be a torch\.Tensor"),
         ({"weight": torch.ones(9, 3)}, r"weight \(9, 3\)"),
-        ({"weight": torch.ones(9, 4).bfloat16()}, "weight is torch.bfloat16, hidden is torch.float32"),
+        ({"weight": torch.ones(9, 4).double()}, "weight is torch.float64, hidden is torch.float32"),
         ({"weight": torch.ones(9, 4, device="meta")}, "weight is on meta"),
         ({"hidden": torch.ones(1, 5, 4)}, r"hidden \(1, 5, 4\)"),
         ({"hidden": torch.ones(5, 4).int()}, "in floating point"),

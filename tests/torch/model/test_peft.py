@@ -20,6 +20,7 @@ from peft import (
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import cross_entropy
 from transformers.integrations.peft import MIN_PEFT_VERSION
 
 import ringspan as rs
@@ -385,3 +386,45 @@ def test_every_rank_learns_that_an_adapter_could_not_be_written(pool, tmp_path):
     assert isinstance(first, ValueError) and "should be a directory" in str(first)
     for outcome in others:
         assert isinstance(outcome, rs.PeerMismatch) and "should be a directory" in str(outcome)
+
+
+def with_kept_head(base: torch.dtype, head: torch.dtype, exact: bool) -> Any:
+    """A model whose head is trained in another dtype than it computes in; ``exact``: in float64 of the same numbers."""
+    torch.manual_seed(1)
+    config = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model: Any = stir(get_peft_model(build("llama").to(base), config, autocast_adapter_dtype=False))
+    copy = model.get_output_embeddings().modules_to_save["default"].to(head)
+    assert copy.weight.dtype != base
+    return model.double() if exact else model
+
+
+def kept_step(mesh: DeviceMesh, base: torch.dtype, head: torch.dtype, casts: bool) -> Any:
+    model = rs.parallelize(with_kept_head(base, head, exact=False), mesh, loss_chunk_tokens=7)
+    ids = tokens(1, 37)
+    batch = rs.shard_batch({"input_ids": ids, "labels": ids}, mesh)
+    with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+        loss = model(**batch).loss
+        loss.backward()
+        scores = rs.token_logprobs(model, batch).sum().detach()
+        logits = model(**{name: x for name, x in batch.items() if name != "shift_labels"}).logits
+    gradient = next(p.grad for name, p in model.named_parameters() if "lm_head.modules_to_save" in name)
+    return loss.detach(), whole(gradient).double(), scores, logits.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("base", "head", "casts", "bound"),
+    [
+        (torch.float32, torch.bfloat16, False, 2e-6),
+        (torch.bfloat16, torch.float32, False, 1e-2),
+        (torch.float32, torch.bfloat16, True, 1e-2),
+    ],
+)
+def test_a_head_is_trained_in_another_dtype_than_the_layers(pool, base, head, casts, bound):
+    model, ids = with_kept_head(base, head, exact=True), tokens(1, 37)
+    loss = cross_entropy(model(input_ids=ids).logits[0, :-1], ids[0, 1:])
+    loss.backward()
+    expected = model.get_output_embeddings().modules_to_save["default"].weight.grad
+    for found, gradient, scores, is_finite in pool.run(kept_step, 2, base, head, casts):
+        assert relative(found, loss.detach()) < bound and relative(scores, -36 * loss.detach()) < bound
+        assert relative(gradient, expected) < max(4e-3, 4 * bound)  # as wide as the narrower of the two
+        assert is_finite

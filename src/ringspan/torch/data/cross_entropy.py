@@ -48,7 +48,7 @@ def blockwise_cross_entropy(
     ``ringspan.core.costs.loss_bytes``, for any T.
 
     Args:
-        hidden: (T, C); weight (V, C); targets (T,) int64, -100 for none; bias (V,).
+        hidden: (T, C); weight (V, C), of its dtype or a narrower one; targets (T,) int64, -100 for none; bias (V,).
         chunk_tokens: tokens whose logits exist at once.
         chunk_vocabulary: vocabulary entries whose logits exist at once; all V if None.
         z_loss: factor on the squared log-sum-exp (Chowdhery et al. 2022, section 5).
@@ -82,7 +82,7 @@ def blockwise_cross_entropy(
     if group is not None:
         shapes = f"hidden {tuple(hidden.shape)} {hidden.dtype}, weight {tuple(weight.shape)} {weight.dtype}"
         agree(group, {"blockwise_cross_entropy": shapes, "options": f"{options}, reduction {reduction}"})
-    if fused := _choose_liger(impl, hidden, group, logit_scale, reduction):
+    if fused := _choose_liger(impl, hidden, group, logit_scale, reduction, weight.dtype):
         return fused(
             hidden,
             weight,
@@ -110,7 +110,7 @@ def _check_targets(targets: Tensor, vocabulary: int) -> None:
 
 def _choose_liger(
     impl: LossName, hidden: Tensor, group: dist.ProcessGroup | None = None, logit_scale: float = 1.0,
-    reduction: ReductionName = "sum",
+    reduction: ReductionName = "sum", dtype: torch.dtype | None = None,
 ) -> Callable[..., Tensor] | None:  # fmt: skip
     """Return Liger's fused loss if wanted and able to sum the weight's gradient in float32, else None."""
     find_name("loss", impl, LOSS_NAMES, ConfigError)
@@ -118,6 +118,9 @@ def _choose_liger(
         "adds up the losses of all tokens; use 'blockwise' for reduction='none'": reduction == "none",
         "needs the whole vocabulary on every rank; use 'blockwise'": group is not None,
         f"knows no logit_scale={logit_scale}; use 'blockwise'": logit_scale != 1,
+        f"multiplies no {hidden.dtype} by a weight of {dtype}; use 'blockwise'": (
+            dtype not in (None, hidden.dtype) and not torch.is_autocast_enabled(hidden.device.type)
+        ),
         f"runs on CUDA, not on {hidden.device.type}; use 'blockwise'": not _is_cuda(hidden),
     }
     why = next((why for why, holds in reasons.items() if holds), None)

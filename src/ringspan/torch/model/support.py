@@ -18,7 +18,7 @@ from ringspan.core.schedule.route import Route, member_heads
 from ringspan.torch import kernels
 from ringspan.torch.attention.comm_dtype import check_comm_dtype
 from ringspan.torch.kernels.contract import Scores
-from ringspan.torch.layers.blockwise.head import input_size, joined, refuse_mixing
+from ringspan.torch.layers.blockwise.head import current_copy, input_size, joined, refuse_mixing
 from ringspan.torch.layers.decoder import (
     INDEXED_LAYERS,
     STATEFUL_LAYERS,
@@ -199,7 +199,7 @@ def _behind_decoder(view: ModelView, head: nn.Module) -> tuple[str, ...]:
 
 def _try_head(view: ModelView, head: nn.Module) -> FoundHead | str:
     """Return how logits follow from the head, or why they differ; raise if only the loss does."""
-    like = next(head.parameters())
+    like = next(current_copy(head).parameters())
     hidden = torch.randn(1, 3, input_size(head), generator=torch.Generator().manual_seed(0)).to(like)
     kind, model = view.name, view.model
     try:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, linear
 from torch.utils.checkpoint import get_device_states, set_device_states
 from transformers import PreTrainedModel
 
@@ -19,7 +19,7 @@ from ringspan.core.names import ReductionName
 from ringspan.torch.data.batch import IGNORED
 from ringspan.torch.data.loss_blocks import LossOptions, slices
 from ringspan.torch.layers.blockwise.blocks import accumulate, mixes_tokens
-from ringspan.torch.layers.modules import autocast_now, computes_as, example_of, forward_of, hooks_of
+from ringspan.torch.layers.modules import autocast_now, computes_as, example_of, forward_of, hooks_of, local_part
 from ringspan.torch.layers.switches import Switches
 from ringspan.torch.layers.view import RingModel
 from ringspan.torch.weights.packed import is_packed
@@ -39,6 +39,44 @@ def is_its_weight(head: nn.Module) -> bool:
     return computes_as(head, nn.Linear) and not is_packed(head.weight)  # pyright: ignore[reportArgumentType]
 
 
+def current_copy(head: nn.Module) -> nn.Module:
+    """Return what computes a head that PEFT trains a copy of (``modules_to_save``): the active copy, or the original.
+
+    Any other head is its own. A head with hooks is called, so that they run.
+    """
+    wrapper: Any = head
+    is_wrapper = isinstance(getattr(head, "modules_to_save", None), nn.ModuleDict)
+    if not is_wrapper or hooks_of(head) or not forward_of(head).__module__.startswith("peft."):
+        return head
+    active = [] if wrapper.disable_adapters else wrapper.active_adapters
+    return (
+        wrapper.modules_to_save[active[0]]
+        if active and active[0] in wrapper.modules_to_save
+        else wrapper.original_module
+    )
+
+
+def in_dtype_for(head: Any, hidden: Tensor) -> Tensor:
+    """Return hidden states in the wider dtype of theirs and of a head's weight, which then is not rounded.
+
+    Autocast has its own.
+    """
+    if torch.is_autocast_enabled(hidden.device.type):
+        return hidden
+    return hidden.to(torch.promote_types(hidden.dtype, head.weight.dtype))
+
+
+def logits_of(head: nn.Module, hidden: Tensor) -> Tensor:
+    """Return a head's output; its weight may be in another dtype than the hidden states, as in the blockwise loss."""
+    plain: Any = current_copy(head)
+    is_cast = torch.is_autocast_enabled(hidden.device.type) or not is_its_weight(plain)
+    if is_cast or plain.weight.dtype == hidden.dtype:
+        return head(hidden)
+    hidden = in_dtype_for(plain, hidden)
+    bias = None if plain.bias is None else local_part(plain.bias).to(hidden.dtype)
+    return linear(hidden, local_part(plain.weight).to(hidden.dtype), bias)
+
+
 def input_size(head: nn.Module) -> int:
     """Return C of a head, or of its inner linear layer; raise UnsupportedError without either."""
     linear = next((part for part in head.modules() if isinstance(part, nn.Linear)), None)
@@ -49,6 +87,7 @@ def input_size(head: nn.Module) -> int:
 
 @torch.no_grad()
 def output_size(head: nn.Module) -> int:
+    head = current_copy(head)
     if is_its_weight(head):
         return head.weight.shape[0]  # pyright: ignore[reportIndexIssue, reportReturnType]
     like = example_of(head)
@@ -57,6 +96,7 @@ def output_size(head: nn.Module) -> int:
 
 def refuse_mixing(head: nn.Module) -> None:
     """Try out a head that is more than its weight; UnsupportedError if it mixes tokens or is random."""
+    head = current_copy(head)
     if is_its_weight(head):
         return
     reason = mixes_tokens(head, input_size(head), gives=output_size(head), trains=False)

@@ -27,9 +27,12 @@ from ringspan.torch.data.loss_blocks import LossOptions
 from ringspan.torch.data.media import Media
 from ringspan.torch.layers.blockwise.head import (
     called_cross_entropy,
+    current_copy,
     head_of,
+    in_dtype_for,
     is_its_weight,
     kind_of_head,
+    logits_of,
     refuse_mixing,
 )
 from ringspan.torch.layers.decoder import finished_logits
@@ -154,7 +157,9 @@ class RingCausalLM(Saved, Fixed, RingModel):  # pyright: ignore[reportIncompatib
             assert shift_labels is not None, "checked by __call__"
             return _output(auxiliary, logits=watch_backward(asked.compute(self, hidden, shift_labels)))
         if shift_labels is None:
-            logits = finished_logits(head_of(self)(hidden), self.ring_loss.logit_scale, self.ring_loss.softcap)
+            logits = finished_logits(
+                logits_of(head_of(self), hidden), self.ring_loss.logit_scale, self.ring_loss.softcap
+            )
             return _output(auxiliary, logits=logits)
         weights = None if tree_targets is None or tree_targets.shape[1] == 2 else tree_targets[:, 2]
         loss = _loss(self, hidden, shift_labels, int(num_items_in_batch), weights)
@@ -235,12 +240,14 @@ def _cross_entropy(
     tp = tensor_axis(model.ring_mesh)
     head: Any = head_of(model)
     share = tp.get_group() if tp is not None and splits_vocabulary(head) else None
-    if is_its_weight(head):
+    plain: Any = head if tp is not None else current_copy(head)
+    if is_its_weight(plain):
+        hidden = in_dtype_for(plain, hidden)
         return blockwise_cross_entropy(
             (hidden if share is None else SumOfGradients.apply(hidden, share)).flatten(0, 1),
-            local_part(head.weight),
+            local_part(plain.weight),
             targets.flatten(),
-            bias=None if head.bias is None else local_part(head.bias),
+            bias=None if plain.bias is None else local_part(plain.bias),
             group=share,
             reduction=reduction,
             **asdict(options),
