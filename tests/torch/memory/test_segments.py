@@ -1,5 +1,6 @@
 """Layers that share one kept input: the same gradients, fewer inputs."""
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -12,6 +13,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import ringspan as rs
 from ringspan.core.schedule.choice import frugal_segment, num_inputs
+from ringspan.torch.attention.handler import handled
+from ringspan.torch.memory import segments
 from ringspan.torch.memory.offload import Store
 from ringspan.torch.memory.segments import Segments, checkpointed
 from tests.torch.models import build, relative, tokens
@@ -125,3 +128,22 @@ def test_segments_of_layers_that_fsdp_splits(pool, checkpoint, size):
 def test_the_most_frugal_segment_is_about_the_root_of_layers(layers, size, inputs):
     assert (frugal_segment(layers), num_inputs(layers, size)) == (size, inputs)
     assert num_inputs(layers, 1) == layers == num_inputs(layers, layers)
+
+
+def ones() -> tuple[Tensor]:
+    return (torch.ones(3),)
+
+
+def others() -> tuple[Tensor, Tensor]:
+    return torch.ones(3), torch.ones(5)
+
+
+def test_a_recomputation_takes_no_results_of_another_operator():
+    store = Store(min_bytes=sys.maxsize)
+    kept: list[tuple[Any, ...]] = []
+    with segments._keeping(store, kept):
+        handled(ones)
+    with segments._replaying(store, list(kept), again=True):
+        assert handled(ones)[0].tolist() == [1, 1, 1]
+    with segments._replaying(store, kept), pytest.raises(RuntimeError, match=r"asks for .*others, where .*ones"):
+        handled(others)

@@ -14,6 +14,8 @@ from tests.torch.models import whole_gradients
 from tests.torch.recurrence.models import build
 from tests.torch.recurrence.test_models import PACKED, batch_of, on_a_ring, worst
 
+WHOLE = [[7, 7, 7, 7, 7, 4]] * 2
+
 
 def scores_of(index: nn.Module, args: Any, kwargs: Any) -> Tensor:
     """The scores of a call of transformers' index, which has no gradients and chooses by them."""
@@ -67,6 +69,12 @@ def expected(kind: str, stage: str, rows: list[list[Tensor]]) -> Any:
         ("glm_moe_dsa", "dense", 3, "contiguous", {"documents": PACKED[0], "checkpoint": "full"}),
         ("hy_v4", "sparse", 3, "zigzag", {"documents": PACKED[2], "layers_per_checkpoint": 2}),
         ("hy_v4", "dense", 1, "zigzag", {"checkpoint": "none"}),
+        # Documents of no more tokens than an index chooses, which it learns from all the same.
+        ("deepseek_v32", "sparse", 2, "zigzag", {"documents": WHOLE, "layers_per_checkpoint": 2}),
+        *long(
+            ("glm_moe_dsa", "dense", 2, "contiguous", {"documents": WHOLE, "layers_per_checkpoint": 3}),
+            ("hy_v4", "sparse", 3, "zigzag", {"documents": WHOLE, "layers_per_checkpoint": 2, "checkpoint": "full"}),
+        ),
         ("axk2", "dense", 2, "striped", {"mask": (5, 30)}),
         ("dots3_note_text", "sparse", 3, "balanced", {"documents": PACKED[1]}),
     ],

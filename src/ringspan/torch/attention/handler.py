@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Final, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 from torch import Tensor
 
@@ -22,6 +22,12 @@ def handling(handler: Handler) -> Iterator[None]:
         yield
     finally:
         _current.reset(before)
+
+
+def name_of(compute: Any) -> str:
+    """Return a name of what computes results, the same for each call of an operator."""
+    function = getattr(compute, "func", compute)  # of ``functools.partial``
+    return f"{function.__module__}.{function.__qualname__}"
 
 
 def handled(compute: Callable[[], _Results]) -> _Results:

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from ringspan.core.errors import UnsupportedError
-from ringspan.torch.attention.handler import Results, handling
+from ringspan.torch.attention.handler import Results, handling, name_of
 from ringspan.torch.layers.modules import autocast_now, hidden_of
 from ringspan.torch.memory.offload import Store
 from ringspan.torch.memory.sharding import is_whole
@@ -95,7 +95,7 @@ class _Call:
     others: tuple[Any, ...]  # its arguments but the input
     surroundings: Callable[[], Any]
     store: Store
-    kept: list[tuple[Any, ...]]  # results of the ring
+    kept: list[tuple[Any, ...]]  # results of the ring, each behind the name of what computed them
 
     def again(self, hidden: Tensor) -> Tensor:
         with ExitStack() as stack:
@@ -178,7 +178,7 @@ def surroundings(hidden: Tensor) -> Callable[[], Any]:
 def _keeping(store: Store, kept: list[tuple[Any, ...]]) -> AbstractContextManager[None]:
     def keep(compute: Callable[[], Results]) -> Results:
         result = compute()
-        kept.append(tuple(store.put(x.detach()) for x in result))
+        kept.append((name_of(compute), *(store.put(x.detach()) for x in result)))
         return result
 
     return handling(keep)
@@ -188,6 +188,10 @@ def _replaying(store: Store, kept: list[tuple[Any, ...]], *, again: bool = False
     def replay(compute: Callable[[], Results]) -> Results:
         if not kept:
             raise RuntimeError("checkpointed layers can be differentiated once; compute the loss again")
-        return tuple(store.get(x, again=again) for x in kept.pop(0))
+        name, *results = kept.pop(0)
+        # An operator that is given another's results would read memory that is not its own.
+        if name != name_of(compute):
+            raise RuntimeError(f"a layer that is computed again asks for {name_of(compute)}, where its pass had {name}")
+        return tuple(store.get(x, again=again) for x in results)
 
     return handling(replay)

@@ -20,7 +20,7 @@ from ringspan.torch.attention.request import in_autocast
 from ringspan.torch.attention.traced import mask_of, parts_of
 from ringspan.torch.layers.decoder import LayerKind
 from ringspan.torch.layers.modules import computes_as, forward_of
-from ringspan.torch.model.attention.index_loss import learning_queries, note_divergence
+from ringspan.torch.model.attention.index_loss import is_learning, note_divergence
 from ringspan.torch.recurrence.current import SequencePass, current_pass
 from ringspan.torch.weights.packed import is_packed
 
@@ -165,7 +165,9 @@ def rows_now(device: torch.device, tail: int = 0) -> list[tuple[slice, Row]]:
 
 def everything(hidden_states: Tensor, tokens: int) -> Choice | None:
     """Return a choice of all keys if no token of the batch (B, T, C), on any rank, sees more than ``tokens``."""
-    if current_turn() is not None or _now().is_part or learning_queries() is not None:
+    # An index learns from a choice of everything too. A recomputation without autograd is to find the same, since it
+    # takes the results of attention that the pass kept.
+    if current_turn() is not None or _now().is_part or is_learning():
         return None
     rows = rows_now(hidden_states.device)
     none = torch.empty(*hidden_states.shape[:2], 0, dtype=torch.int32, device=hidden_states.device)

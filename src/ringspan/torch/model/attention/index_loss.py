@@ -49,6 +49,12 @@ def teaches_index(model: RingModel) -> bool:
     return model.ring_step.index_loss != "none" and model.training and torch.is_grad_enabled()
 
 
+def is_learning() -> bool:
+    """Return whether indexes learn in this pass, also where it is computed again without autograd."""
+    now = current_pass()
+    return now is not None and now.index_loss is not None
+
+
 def learning_queries() -> Tensor | None:
     """Return the queries (B, T) of this pass that teach its indexes; None if they do not learn."""
     now = current_pass()
