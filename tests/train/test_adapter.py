@@ -232,9 +232,10 @@ def test_an_adapter_of_tied_layers_opens_as_it_was_trained(kind, options, tmp_pa
     plain.save_pretrained(tmp_path / "base")
     names = {"embed_tokens": "wte", "q_proj": "c_attn"} if kind == "gpt2" else {}
     targets = [names.get(each, each) for each in options.get("target_modules", ["q_proj"])]
+    chosen: dict[str, Any] = options | {"target_modules": targets}
     model: Any = get_peft_model(
         AutoModelForCausalLM.from_pretrained(tmp_path / "base"),
-        LoraConfig(task_type="CAUSAL_LM", r=4, **options | {"target_modules": targets}),
+        LoraConfig(task_type="CAUSAL_LM", r=4, **chosen),
     )
     torch.manual_seed(2)
     for parameter in model.parameters():
@@ -255,7 +256,8 @@ def test_an_adapter_of_tied_layers_opens_as_it_was_trained(kind, options, tmp_pa
 
 def test_weights_stay_tied_where_the_adapter_leaves_them_equal(tied_base, tmp_path):
     """Beside an adapter of other layers, and under tokens that train in embedding and head alike."""
-    for number, options in enumerate(({}, {"trainable_token_indices": [3, 5]})):
+    choices: list[dict[str, Any]] = [{}, {"trainable_token_indices": [3, 5]}]
+    for number, options in enumerate(choices):
         folder = tmp_path / str(number)
         lora = LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], **options)
         model = get_peft_model(AutoModelForCausalLM.from_pretrained(tied_base), lora)

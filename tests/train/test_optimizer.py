@@ -128,6 +128,6 @@ def saved_with_another(mesh: DeviceMesh, folder: Path) -> list[str]:
 
 
 def test_a_checkpoint_of_another_optimizer_blames_it(pool, tmp_path):
-    for lacks, has in pool.run(saved_with_another, 2, tmp_path):
+    for lacks, has in pool.run(saved_with_another, 4, tmp_path):
         assert "momentum_buffer; was it saved with another optimizer? set that one again" in lacks
         assert "momentum_buffer, which SGD does not keep; it was saved with another optimizer" in has

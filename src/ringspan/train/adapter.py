@@ -56,7 +56,7 @@ def write_adapter(model: Any, weights: dict[str, Any], folder: Path) -> None:
 def plan_merged(model: Any, config: PreTrainedConfig, dtype: torch.dtype, *, is_writer: bool) -> WeightsPlan:
     """Plan a merged model's files, on all ranks; the writer gets the adapter, then each whole tensor in turn.
 
-    Where layers of the adapter share a weight, the merged layers do not, and ``config`` says so from then on.
+    Layers of the adapter that share a weight no longer do once merged, and ``config`` says so from then on.
     """
     from peft import get_peft_model
 

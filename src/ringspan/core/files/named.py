@@ -7,7 +7,7 @@ import stat
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from typing import Final
+from typing import Any, Final, cast
 
 from ringspan.core.messages.lines import one_line
 
@@ -43,12 +43,12 @@ def why_no_config(path: Path) -> str | None:
         return f"has no {MODEL_CONFIG}; give the folder that a model was saved into"
     file = path / MODEL_CONFIG if path.is_dir() else path
     try:
-        values = json.loads(read_small(file))
+        values: Any = json.loads(read_small(file))
     except OSError as error:
         return f"cannot be read ({error.strerror}); give the folder that a model was saved into"
     except (ValueError, RecursionError) as error:
         return f"{file} is not valid JSON ({one_line(error)}); give the folder that a model was saved into"
-    if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
+    if not isinstance(cast(object, values), dict) or not isinstance(values.get("model_type"), str):
         return f"{file} has no model_type of transformers; give the config of a Hugging Face model"
     return None
 

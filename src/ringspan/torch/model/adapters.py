@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def asking_as_before() -> Iterator[None]:
-    """Silence PEFT's use of a deprecated transformers name, and its advice to untie weights before merging."""
+    """Silence a deprecated name of transformers in PEFT, and its advice to untie weights before merging."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)
         warnings.filterwarnings("ignore", "Model (with|has) `tie_word_embeddings=True`", UserWarning)

@@ -1,4 +1,4 @@
-"""Weights that several layers share, and copies of them where an adapter changes these layers differently.
+"""Weights that several layers share, and copies of them for an adapter that changes these layers differently.
 
 The head of a tied model multiplies by its embedding's weight. An adapter of one of the two, merged into that weight,
 would change the other as well, so that each gets its own copy first.
@@ -30,7 +30,7 @@ def untie(model: nn.Module) -> None:
 
 
 def settle_ties(model: PreTrainedModel, tied: list[list[str]]) -> None:
-    """Share the named parameters again if they are still equal; otherwise the model shares no weight."""
+    """Share again the parameters of these names if all are still equal; else no weight of the model is shared."""
     for first, *others in tied:
         kept = model.get_parameter(first)
         if not all(torch.equal(kept, model.get_parameter(name)) for name in others):
@@ -45,7 +45,7 @@ def settle_ties(model: PreTrainedModel, tied: list[list[str]]) -> None:
 
 
 def note_untied(config: PreTrainedConfig) -> None:
-    """Mark weights as not shared in a model's config and in the configs of its parts."""
+    """Let a model's config, and those of its parts, say that no weights are shared."""
     parts = (getattr(config, name, None) for name in config.sub_configs)
     for each in (config, *parts):
         if getattr(each, "tie_word_embeddings", False):

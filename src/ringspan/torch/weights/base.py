@@ -24,7 +24,7 @@ _NUMBERS: Final = 256  # at each place, at most
 
 
 def note_base(adapter: Path, base: PreTrainedModel) -> None:
-    """Record in an adapter's folder the weights that its base was loaded from, if they still exist."""
+    """Record in an adapter's folder the weights that its base was loaded from, if their files can still be read."""
     name = getattr(base.config, "name_or_path", None)
     if not name:
         return
