@@ -50,7 +50,7 @@ def teaches_index(model: RingModel) -> bool:
 
 
 def is_learning() -> bool:
-    """Return whether indexes learn in this pass, also where it is computed again without autograd."""
+    """Return whether indexes learn in this pass, also while it is computed again without autograd."""
     now = current_pass()
     return now is not None and now.index_loss is not None
 
