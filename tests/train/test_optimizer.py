@@ -119,6 +119,7 @@ def saved_with_another(mesh: DeviceMesh, folder: Path) -> list[str]:
         checkpoints = Checkpoints(folder / saving, run_id="run1", asynchronous=False)
         checkpoints.save(1, run_state(model, optimizers[saving]), {}, {}, mesh={}, layout="zigzag")
         saved, other = checkpoints.find(), optimizers[loading]
+        assert saved.folder is not None and saved.manifest is not None
         try:
             load_state(checkpoints, saved.folder, saved.manifest, run_state(model, other), other, {})
         except CheckpointError as error:

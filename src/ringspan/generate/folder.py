@@ -80,7 +80,7 @@ def has_tokenizer(folder: str) -> bool:
 
 
 def tokenizer_folder(folder: str) -> str | None:
-    """Return this folder if it has a tokenizer, otherwise its adapter's base; None if neither has one."""
+    """Return the folder whose tokenizer is taken: this one or the base of its adapter; None without any."""
     return next((each for each in (folder, base_folder(folder)) if has_tokenizer(each)), None)
 
 

@@ -45,7 +45,7 @@ def settle_ties(model: PreTrainedModel, tied: list[list[str]]) -> None:
 
 
 def note_untied(config: PreTrainedConfig) -> None:
-    """Mark weights as not shared in a model's config and in the configs of its parts."""
+    """Let the configs of a model and its parts say that no weights are shared."""
     parts = (getattr(config, name, None) for name in config.sub_configs)
     for each in (config, *parts):
         if getattr(each, "tie_word_embeddings", False):
