@@ -167,7 +167,7 @@ class SeenSequences:
     def _untrained(
         self, example: Example, messages: list[dict[str, Any]], made: dict[str, Any]
     ) -> Iterator[tuple[int, int]]:
-        """Yield the token ranges of messages that are not targets."""
+        """Yield the ranges of tokens that are not targets, of messages left out of training."""
         find = self._answers if _marks_answers(example, self._processor) else self._written
         ranges = find(example, messages, made)
         if ranges is None:
