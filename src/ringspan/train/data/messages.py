@@ -96,7 +96,7 @@ def _example(row: object, name: str, place: str, folder: Path) -> Example:
 
 
 def _beside(row: dict[str, Any], name: str, place: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what a row has for the chat template next to its messages, in the form of TRL's data sets."""
+    """Return what a row has for the chat template in addition to its messages, as data sets of TRL have it."""
     given = {key: _without_nones(value) for key, value in row.items() if key != name and value is not None}
     if unknown := sorted(given.keys() - {*_LISTS, _VARIABLES}):
         raise ConfigError(
