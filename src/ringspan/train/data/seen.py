@@ -195,10 +195,7 @@ class SeenSequences:
     def _written(
         self, example: Example, messages: list[dict[str, Any]], made: dict[str, Any]
     ) -> list[list[tuple[int, int]]] | None:
-        """Return the token ranges of untrained messages, a list for each message.
-
-        None if the template writes the beginning of a conversation differently when it is the whole text.
-        """
+        """Return the range of each message of untrained ones; None if its beginnings are written differently."""
         tokens, stops = made["input_ids"][0], {0: 0, len(messages): len(made["input_ids"][0])}
         for number in sorted({each + more for each in example.untrained for more in (0, 1)} - stops.keys()):
             part = self._processed(example, messages[:number])["input_ids"][0]
