@@ -215,10 +215,10 @@ class _Recomputed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         with ctx.as_then():
-            return _Recomputed._backward(ctx, *gradients)
+            return _Recomputed.recomputed(ctx, *gradients)
 
     @staticmethod
-    def _backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def recomputed(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         [hidden], [d_out, *d_scores] = ctx.saved_tensors, gradients
         # FSDP has put the whole parameters back in their places.
         parameters = [p for p in ctx.module.parameters() if p.requires_grad]
