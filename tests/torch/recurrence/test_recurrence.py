@@ -16,6 +16,7 @@ from torch import Tensor
 import ringspan as rs
 from ringspan.core.geometry.layout import CustomLayout
 from ringspan.core.geometry.tree import Tree
+from ringspan.torch.layers.switches import Switches
 from ringspan.torch.recurrence.current import SequencePass, carried, current_pass, passing
 from ringspan.torch.recurrence.exchange import lend, scan
 from ringspan.torch.recurrence.plan import plan_of
@@ -316,7 +317,7 @@ def test_kept_states_are_not_recomputed_and_belong_to_their_pass():
     again = []
     for starts in ((0,), (0, 3)):
         with passing(SequencePass((spans_of([4]),), None, (starts,))):
-            first, later = carried(checkpoint, keeps=True)(layer, torch.ones(2))
+            first, later = carried(checkpoint, Switches(torch.nn.Module()), keeps=True)(layer, torch.ones(2))
         again.append((first, later))
     for first, later in again:
         torch.testing.assert_close(later(), first)
