@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from ringspan.core.errors import ConfigError
-from ringspan.core.geometry.folds import fold_layouts
+from ringspan.core.geometry.folds import check_folds
 from ringspan.core.names import (
     BatchLayoutName,
     CheckpointName,
@@ -43,7 +43,7 @@ def check_beside_folds(config: StepConfig) -> None:
     """Raise LayoutError or ConfigError for a layout or a route that sequences in folds do not take."""
     if config.folds == 1:
         return
-    fold_layouts(config.layout, 1, 1, config.folds)
+    check_folds(config.layout, config.folds)
     if "ulysses" in config.route or config.route == "auto":
         raise ConfigError(f"folds={config.folds} does not go with route {config.route!r}; use ring or all-gather")
 

@@ -7,7 +7,8 @@ from itertools import product
 from typing import Any, Final
 
 from ringspan.core.arguments import FREE_CHUNK_TOKENS
-from ringspan.core.errors import ConfigError, UnsupportedError
+from ringspan.core.errors import ConfigError, LayoutError, UnsupportedError
+from ringspan.core.geometry.folds import check_full_folds
 from ringspan.core.geometry.layout import Layout
 from ringspan.core.names import CHECKPOINT_NAMES, CommDtypeName, LayoutName
 from ringspan.core.schedule.choice import frugal_segment, other_routes, segment_sizes
@@ -90,7 +91,7 @@ class Question:
 def meshes(question: Question) -> tuple[Setting, ...]:
     """Return a plain setting per valid mesh of all devices, small rings without tensor parallelism first, or raise."""
     found: list[Setting] = []
-    refusal: UnsupportedError | None = None
+    refusal: UnsupportedError | LayoutError | None = None
     sizes = [tp for tp in divisors(question.devices) if tp == 1 or question.device.devices_per_node % tp == 0]
     for tp in filter(question.shape.can_split, sizes):
         for ring in divisors(question.devices // tp):
@@ -112,8 +113,9 @@ def meshes(question: Question) -> tuple[Setting, ...]:
             try:
                 given = replace(setting, route="ring" if question.route == AUTO else question.route)
                 check_setting(question.shape, given)
+                check_full_folds(given.layout, given.length, given.ring, given.folds)
                 found.append(given)
-            except UnsupportedError as error:
+            except (UnsupportedError, LayoutError) as error:
                 refusal = error if tp == 1 else refusal
     if not found and refusal:
         raise refusal
@@ -178,7 +180,7 @@ def longest_setting(question: Question, devices: int | None = None) -> Setting |
         found = [longest_setting(replace(question, folds=folds), devices) for folds in FOLDS]
         return max(filter(None, found), key=lambda setting: setting.length, default=None)
     devices = devices or question.devices
-    asked = replace(question, devices=devices, batch=1, length=2 * devices)
+    asked = replace(question, devices=devices, batch=1, length=2 * devices * question.folds)  # a token in each chunk
     best, length = None, 0
     segment = frugal_segment(question.shape.layers)
     for mesh in meshes(asked):

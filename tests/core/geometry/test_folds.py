@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ringspan as rs
-from ringspan.core.geometry.folds import fold_layouts, folded_layout, folds_read, last_reader
+from ringspan.core.geometry.balanced import batch_layout
+from ringspan.core.geometry.folds import check_full_folds, fold_layouts, folded_layout, folds_read, last_reader
 from tests.core.strategies import masks
 
 
@@ -36,3 +37,16 @@ def test_folds_read_those_that_their_mask_shows(mask, length, folds):
 def test_layouts_of_many_runs_are_refused():
     with pytest.raises(rs.LayoutError, match="use zigzag or contiguous"):
         fold_layouts("striped", 16, 2, 2)
+
+
+@pytest.mark.parametrize(("name", "most"), [("zigzag", 64), ("contiguous", 128)])
+def test_folds_of_padding_alone_are_refused(name, most):
+    check_full_folds(name, 256, 2, most)
+    with pytest.raises(rs.LayoutError, match=f"and 256 tokens fill {most} folds with one token in each; use at most"):
+        check_full_folds(name, 256, 2, most + 1)
+
+
+def test_work_has_a_bound_of_more_folds_than_tokens():
+    assert batch_layout("zigzag", 9, 2, folds=9).padded_length == 9 * 4
+    with pytest.raises(rs.LayoutError, match="folds=99999999: the sequence has 256 tokens; use at most as many folds"):
+        batch_layout("zigzag", 256, 2, folds=99999999)

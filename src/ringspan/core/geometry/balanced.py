@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ringspan.core.errors import LayoutError
-from ringspan.core.geometry.folds import folded_layout
+from ringspan.core.geometry.folds import check_folds, folded_layout
 from ringspan.core.geometry.layout import CustomLayout, Layout
 from ringspan.core.geometry.mask import FORMS, Mask, documents
 from ringspan.core.geometry.pairs import IntArray, Stretches, stretches
@@ -59,6 +59,9 @@ def batch_layout(
         raise LayoutError(f"a layout's name must be one of {', '.join(BATCH_LAYOUT_NAMES)}, got {described(name)}")
     known = find_name("layout", name, BATCH_LAYOUT_NAMES, LayoutError)
     if folds != 1:
+        check_folds(name, folds)
+        if folds > max(1, length):  # so that the work has a bound; fewer tokens than chunks are padded
+            raise LayoutError(f"folds={folds}: the sequence has {length} tokens; use at most as many folds")
         return folded_layout(name, length, ranks, folds)
     if known != "balanced":
         return Layout(name, length, ranks)  # pyright: ignore[reportArgumentType]

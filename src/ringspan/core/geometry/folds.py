@@ -12,7 +12,33 @@ from ringspan.core.geometry.layout import CustomLayout, Layout
 from ringspan.core.geometry.mask import Mask
 from ringspan.core.geometry.pairs import bound
 from ringspan.core.messages.numbers import check_whole
-from ringspan.core.names import BatchLayoutName
+from ringspan.core.names import BatchLayoutName, LayoutName
+
+
+def check_folds(name: BatchLayoutName, folds: int) -> LayoutName:
+    """Return the layout within each fold, or raise what is refused whatever the sequence.
+
+    Raises:
+        LayoutError: a layout whose parts of a fold are not a few runs of tokens.
+        ConfigError: a number of folds below one.
+    """
+    check_whole("folds", folds)
+    if name not in ("zigzag", "contiguous"):
+        raise LayoutError(f"layout {name!r} is not split into folds; use zigzag or contiguous, or folds=1")
+    return name
+
+
+def check_full_folds(name: BatchLayoutName, length: int, ranks: int, folds: int) -> None:
+    """Raise LayoutError if some of several folds of a sequence would hold padding alone."""
+    if folds == 1:
+        return
+    chunks = Layout(check_folds(name, folds), 1, ranks).padded_length
+    most = -(-length // chunks)
+    if folds > most:
+        raise LayoutError(
+            f"folds={folds}: a fold has {chunks} chunks ({name}, a ring of {ranks}), and {length} tokens fill {most} "
+            f"folds with one token in each; use at most {most}"
+        )
 
 
 @lru_cache(maxsize=64)
@@ -22,14 +48,11 @@ def fold_layouts(name: BatchLayoutName, length: int, ranks: int, folds: int) -> 
     Within a fold ranks have equal work, of the layout ``name``. Folds are of one size, the end is padding.
 
     Raises:
-        LayoutError: a layout whose parts of a fold are not a few runs of tokens.
-        ConfigError: a number of folds below one.
+        LayoutError, ConfigError: as ``check_folds``.
     """
-    check_whole("folds", folds)
-    if name not in ("zigzag", "contiguous"):
-        raise LayoutError(f"layout {name!r} is not split into folds; use zigzag or contiguous, or folds=1")
-    tokens = Layout(name, -(-length // folds), ranks).padded_length
-    within = [Layout(name, tokens, ranks).spans(rank) for rank in range(ranks)]
+    layout = check_folds(name, folds)
+    tokens = Layout(layout, -(-length // folds), ranks).padded_length
+    within = [Layout(layout, tokens, ranks).spans(rank) for rank in range(ranks)]
     starts = range(0, folds * tokens, tokens)
     return tuple(
         CustomLayout.of(([(start + span.start, span.count) for span in spans] for spans in within), length)
