@@ -22,7 +22,7 @@ from ringspan.core.names import (
 from ringspan.core.step_config import StepConfig
 from ringspan.torch.consistency.calls import Call, check_call, meeting
 from ringspan.torch.consistency.fixed import note_buffers, note_data, refuse_copy, refuse_own_calls, structure_of
-from ringspan.torch.consistency.loop_watch import in_call, watch_loop
+from ringspan.torch.consistency.loop_watch import in_call, say_at_the_end, watch_loop
 from ringspan.torch.consistency.optimizers import watch_optimizers
 from ringspan.torch.consistency.weights import check_finite, describe_weights, share_weights
 from ringspan.torch.generate.model import RingGenerator
@@ -182,6 +182,7 @@ def put_on_mesh(model: PreTrainedModel, mesh: DeviceMesh, config: StepConfig) ->
     if isinstance(model, RingCausalLM):
         refuse_own_calls(model, model.ring_decoder)
     watch_optimizers(model)
+    say_at_the_end()
     if config.watchdog:
         watch_loop(mesh)
     if sources:

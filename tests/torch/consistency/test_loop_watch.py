@@ -2,6 +2,7 @@
 
 import os
 import re
+import signal
 import threading
 import time
 from types import SimpleNamespace
@@ -29,7 +30,7 @@ def loop(what, folder, seconds=None):
     if seconds:
         rs.parallelize(build("llama"), mesh)(**batch).loss.backward()
         set_timeout(mesh["ring"].get_group(), seconds)
-    watched = what != "by default"
+    watched = not what.startswith("by default")
     model = rs.parallelize(build("llama"), mesh, **{"watchdog": True} if watched else {})
     assert any(thread.name == "watchdog" for thread in threading.enumerate()) is watched  # with its port
     for _ in range(2):
@@ -56,6 +57,11 @@ def loop(what, folder, seconds=None):
             if rank == 1:
                 raise KeyError("no such column")
             model(**batch)
+        case "by default, in backward":
+            loss = model(**batch).loss
+            if rank == 1:
+                loss.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+            loss.backward()
         case "nothing":
             time.sleep(seconds * rank)  # one after the other is no reason to complain
 
@@ -92,10 +98,14 @@ def test_a_slow_loop_and_ranks_that_end_in_turn_are_not_hangs(tmp_path):
     assert codes == [0, 0] and not any("ringspan:" in error for error in errors), errors
 
 
-def test_by_default_torch_ends_and_a_line_names_who_is_missing(tmp_path):
-    codes, errors = ended(tmp_path, loop, "by default", tmp_path)
-    assert codes == [1, 0], errors  # that of torch's own error
-    assert "ringspan: rank 0 lost an exchange in a forward pass; no word from rank 1\n" in errors[0], errors
+@pytest.mark.parametrize(
+    ("what", "call", "code"),
+    [("by default", "a forward pass", 0), ("by default, in backward", "a backward pass", -signal.SIGKILL)],
+)
+def test_by_default_torch_ends_and_a_line_names_who_is_missing(tmp_path, what, call, code):
+    codes, errors = ended(tmp_path, loop, what, tmp_path)
+    assert codes == [1, code], errors  # the first is that of torch's own error
+    assert errors[0].count(f"ringspan: rank 0 lost an exchange in {call}; no word from rank 1\n") == 1, errors
 
 
 def test_a_job_that_is_stopped_and_continued_is_not_silent(monkeypatch, tmp_path):

@@ -9,6 +9,8 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
+from traceback import walk_tb
 from typing import Any, Final
 
 import torch
@@ -90,11 +92,31 @@ def in_call(name: str, *, is_pass: bool = False) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        is_of_exchange = isinstance(error, dist.DistError) or "gloo/" in str(error)  # gloo's have no class of their own
-        if is_of_exchange and dist.is_initialized() and not hasattr(error, "ring_said"):
-            vars(error)["ring_said"] = True  # of calls inside of calls, the innermost says it
-            _say_who_is_missing(name)
+        _say_once(error, name)
         raise
+
+
+@cache
+def say_at_the_end() -> None:
+    """Print who is missing also when an exchange outside of all calls ends the process; once per process.
+
+    FSDP and the ring send in backward, which autograd runs for a loop.
+    """
+    atexit.register(_say_of_last)
+
+
+def _say_of_last() -> None:
+    error = getattr(sys, "last_value", None)  # what ended the process, as the interpreter leaves it
+    if error is not None and _watch is None:
+        functions = {frame.f_code.co_name for frame, _ in walk_tb(error.__traceback__)}
+        _say_once(error, "a backward pass" if "_engine_run_backward" in functions else "the loop")
+
+
+def _say_once(error: BaseException, call: str) -> None:
+    is_of_exchange = isinstance(error, dist.DistError) or "gloo/" in str(error)  # gloo's have no class of their own
+    if is_of_exchange and dist.is_initialized() and not hasattr(error, "ring_said"):
+        vars(error)["ring_said"] = True  # of calls inside of calls, the innermost says it
+        _say_who_is_missing(call)
 
 
 def _say_who_is_missing(call: str) -> None:
