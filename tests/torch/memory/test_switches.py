@@ -1,5 +1,6 @@
 """What changes between a pass and its backward pass leaves recomputations as the pass was."""
 
+import logging
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -12,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.functional import cross_entropy
 
 import ringspan as rs
+from ringspan.torch.consistency import fixed
 from tests.cases import long
 from tests.torch.float64 import in_float64_of
 from tests.torch.models import build, close_by_name, relative, tokens, whole_gradients
@@ -149,3 +151,29 @@ def stepped(mesh: DeviceMesh, options: dict[str, Any]) -> Any:
 def test_weights_changed_before_backward_are_refused(pool, options):
     for first, last in pool.run(stepped, 2, options):
         close_by_name(last, first, 1e-12)
+
+
+def learning_in_evaluation(mesh: DeviceMesh, options: dict[str, Any], is_evaluated: bool) -> list[str]:
+    """What is logged in two backward passes, behind an evaluation."""
+    said: list[str] = []
+    log = logging.getLogger(fixed.__name__)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(log, "warning", lambda line, *args: said.append(line % args))
+        model, ids = rs.parallelize(build("llama"), mesh, **options), tokens(1, 16)
+        with torch.no_grad():
+            loss_of(model.eval(), mesh, ids, options)
+        assert not said
+        for _ in range(2):
+            loss_of(model.train(not is_evaluated), mesh, ids, options).backward()
+    return said
+
+
+def test_learning_in_evaluation_mode_says_what_it_leaves_out(pool):
+    options = {"z_loss": 0.01, "layers_per_checkpoint": 2}
+    first, second = pool.run(learning_in_evaluation, 2, options, True)
+    assert not second and len(first) == 1
+    assert (
+        "z_loss=0.01, layers_per_checkpoint=2, checkpoint='attention' applies to training mode only; call" in first[0]
+    )
+    assert pool.run(learning_in_evaluation, 2, options, False) == [[], []]
+    assert pool.run(learning_in_evaluation, 2, {"checkpoint": "none"}, True) == [[], []]

@@ -91,8 +91,8 @@ def test_loss_and_gradients_of_the_index_equal_one_process(pool, kind, stage, ra
     assert worst(found, truth) < 1e-9
 
 
-def taught_alone(mesh: Any, kind: str, ids: Tensor) -> Any:
-    model = build(kind, torch.float64)
+def taught_alone(mesh: Any, kind: str, ids: Tensor, is_evaluated: bool) -> Any:
+    model = build(kind, torch.float64).train(not is_evaluated)
     for name, p in model.named_parameters():
         p.requires_grad_("indexer" in name)
     model = rs.parallelize(model, mesh, index_loss="dense")
@@ -106,8 +106,12 @@ def taught_alone(mesh: Any, kind: str, ids: Tensor) -> Any:
     return output.loss.detach() + output.index_loss, gradients
 
 
-def test_an_index_learns_alone_and_weighs_as_its_targets(pool):
+@pytest.mark.parametrize(
+    "is_evaluated", [True, *long(False)], ids=["evaluation", "training"]
+)  # from_pretrained's first
+def test_an_index_learns_alone_and_weighs_as_its_targets(pool, is_evaluated):
     ids = batch_of(2, 39)
     loss, gradients = expected("deepseek_v32", "dense", [[row] for row in ids])
     half = {name: gradient / 2 if "indexer" in name else None for name, gradient in gradients.items()}
-    assert worst(pool.run(taught_alone, 4, "deepseek_v32", ids, replicate=2), (loss / 2, half)) < 1e-9
+    found = pool.run(taught_alone, 4, "deepseek_v32", ids, is_evaluated, replicate=2)
+    assert worst(found, (loss / 2, half)) < 1e-9

@@ -29,7 +29,7 @@ def check_folds(name: BatchLayoutName, folds: int) -> LayoutName:
 
 
 def check_full_folds(name: BatchLayoutName, length: int, ranks: int, folds: int) -> None:
-    """Raise LayoutError if some of several folds of a sequence would hold padding alone."""
+    """Raise LayoutError if some of several folds of a sequence would hold only padding."""
     if folds == 1:
         return
     chunks = Layout(check_folds(name, folds), 1, ranks).padded_length

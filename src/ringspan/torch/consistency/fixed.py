@@ -1,5 +1,6 @@
 """Refusal of changes to a model on the ring, whose later parameters FSDP2 ignores, and of direct calls of its parts."""
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import accumulate
@@ -11,15 +12,18 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 from ringspan.core.errors import UnsupportedError
+from ringspan.core.step_config import StepConfig
 from ringspan.torch.layers.modules import Mixin, class_name, local_part, refusing
 from ringspan.torch.layers.view import RingModel
 from ringspan.torch.memory.sharding import gathered_parameters, unseen_parameters
 
+_log: Final = logging.getLogger(__name__)
 HOOKED = (
     "has a gradient hook, which FSDP never calls; change parameter.grad between backward and the optimizer's step, or "
     "use register_post_accumulate_grad_hook after parallelize"
 )
 _COPY: Final = "copy into it instead (under torch.no_grad, parameter.copy_), or load_state_dict"
+_OF_TRAINING: Final = "z_loss", "label_smoothing", "layers_per_checkpoint", "offload"
 _REPLACED: Final = f"was replaced after parallelize, and would not be used; {_COPY}"
 Structure = dict[nn.Module, dict[str, None]]
 """Parameter names of each module; dicts ignore order, which PEFT's LoRA of a parameter changes in a pass."""
@@ -86,6 +90,7 @@ class Weights:
         self._places = [(module._parameters, name) for module, names in model.ring_structure.items() for name in names]
         self._shards = [parameters[name] for parameters, name in self._places]
         self._before = self._versions()
+        self._is_evaluated = not model.training
 
     @torch.compiler.disable()
     def until_backward(self, output: object) -> object:
@@ -105,6 +110,9 @@ class Weights:
                 f"{name} was changed between a forward pass and its backward pass, which computes with it again; step "
                 "the optimizer after backward"
             )
+        if self._is_evaluated and not self._model.ring_said_evaluation:
+            self._model.ring_said_evaluation = True
+            _warn_of_evaluation(self._model)
         # Copies that FSDP has kept whole since the forward pass know of nothing that was frozen meanwhile.
         for (parameters, name), shard in zip(self._places, self._shards, strict=True):
             held = parameters.get(name)
@@ -117,6 +125,22 @@ class Weights:
             None if each is None else (each._version, getattr(each, "_local_tensor", each)._version)
             for each in self._shards
         ]
+
+
+def _warn_of_evaluation(model: RingModel) -> None:
+    """Log the options that a pass with a backward pass has left out, since the model is in evaluation mode."""
+    plain, step = StepConfig(), model.ring_step
+    options = {name: getattr(step, name) for name in _OF_TRAINING if getattr(step, name) != getattr(plain, name)}
+    if step.checkpoint != "none":
+        options["checkpoint"] = step.checkpoint
+    if options and model.ring_mesh.get_rank() == int(model.ring_mesh.mesh.min()):
+        shown = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        _log.warning(
+            "%s learns in evaluation mode, as from_pretrained returns it, and %s applies to training mode only; call "
+            "model.train()",
+            class_name(model),
+            shown,
+        )
 
 
 def note_data(model: nn.Module) -> None:

@@ -61,6 +61,7 @@ class RingModel(_Model):
 
     ring_trained_length: int | None  # longest text that it was trained on beyond its positions (``note_length``)
     ring_said_text_length: bool
+    ring_said_evaluation = False  # True once a log line has said what evaluation mode leaves out
     ring_loss: LossOptions
     ring_vocabularies: tuple[int, int]  # vocabulary sizes of the input embedding and the head
     ring_skipped: int | None  # token that the model's own forward skips when counting positions

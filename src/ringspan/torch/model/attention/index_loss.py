@@ -46,7 +46,9 @@ def refuse_index_loss(view: ModelView, config: StepConfig, modules: Sequence[nn.
 
 
 def teaches_index(model: RingModel) -> bool:
-    return model.ring_step.index_loss != "none" and model.training and torch.is_grad_enabled()
+    """Return whether a pass teaches indexes: any that keeps gradients."""
+    # In evaluation mode too, which ``from_pretrained`` gives: it changes no value of the loss.
+    return model.ring_step.index_loss != "none" and torch.is_grad_enabled()
 
 
 def is_learning() -> bool:
