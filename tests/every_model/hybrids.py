@@ -138,6 +138,9 @@ SEEING_INDEXED: dict[str, dict[str, Any]] = {
         "qk_rope_head_dim": 0, "index_topk": 8, "index_kpool": 4, "linear_head_dim": 8, "linear_num_heads": 4,
         "hc_mult": 2, "hc_sinkhorn_iters": 4,
     },
+    "hy_v4_vl_text": _SHARED | {
+        "hc_mult": 2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]},
+    },
 }  # fmt: skip
 
 

@@ -74,12 +74,17 @@ _GEMMA4 |= {"layer_types": ["sliding_attention", "full_attention"] * 2}
 # What a kind needs beside that, or what makes it show more of itself.
 _CHANGES: Final[dict[str, dict[str, Any]]] = {
     **dict.fromkeys(("axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "kimi_linear"), _LATENT),
-    **dict.fromkeys(("minicpm3", "mistral4", "youtu"), _LATENT),
+    **dict.fromkeys(("minicpm3", "mistral4", "sarvam_mla", "youtu"), _LATENT),
     "longcat_flash": _LATENT | {"head_dim": 8},
     "muse_spark_audio": {"num_hidden_layers": 1, "patch_sizes": [16], "hidden_sizes": [32], "depths": [1]},
     **dict.fromkeys(("chameleon", "emu3"), _VOCABULARY_MAP),
     "dots3_note_vision_encoder": {"per_layer_config": {}, "mlp_layer_types": ["dense"]},
     "mimi": {"upsample_groups": 32},
+    "wavtokenizer_encoder": {"decoder_attention_num_groups": 2, "codebook_size": 16},
+    "apertus1p5_vision_tokenizer": {"codebook_size": 16},
+    "apertus1p5": {
+        "image_token_offset": 40, "audio_token_offset": 56, "image_token_id": 90, "audio_token_id": 91,
+    },
     "step3p5": _WINDOW | _WINDOWED,
     "vibevoice_acoustic_tokenizer_encoder": {"num_filters": 2, "depths": [1] * 7},
     "ernie4_5_vl_moe_text": {"moe_intermediate_size": [32, 16]},

@@ -29,7 +29,7 @@ _WITHOUT_ATTENTION: Final = STATEFUL_LAYERS - {"hybrid", "hybrid_sliding"} | {"m
 
 _INDEXED: Final = "indexed_attention", "deepseek_sparse_attention", "qwen_sparse_attention"  # of older transformers
 INDEXED_LAYERS: Final[dict[str, tuple[str, ...]]] = {
-    **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"), _INDEXED),
+    **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4", "hy_v4_vl_text"), _INDEXED),
     **dict.fromkeys(("glm5_next_text", "mistral_large4_text", "qwen4_exp_text"), _INDEXED),
     "deepseek_v4": ("compressed_sparse_attention", "heavily_compressed_attention"),
     "minimax_m3_vl_text": ("minimax_m3_sparse",),

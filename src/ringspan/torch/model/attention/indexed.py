@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ringspan.core.errors import UnsupportedError
 from ringspan.core.step_config import StepConfig
 from ringspan.torch.attention.index.chosen import IndexInputs
+from ringspan.torch.layers.cache_names import given_cache
 from ringspan.torch.layers.decoder import has_index
 from ringspan.torch.layers.modules import Mixin, mix_in
 from ringspan.torch.layers.view import ModelView
@@ -22,7 +23,7 @@ from ringspan.torch.model.attention import pooled
 from ringspan.torch.model.attention.choice import Choice, everything, is_matrix, rotation_of
 from ringspan.torch.model.attention.index_loss import learning_queries, refuse_index_loss
 
-_ROTARY_LAST: Final = frozenset({"hy_v4"})
+_ROTARY_LAST: Final = frozenset({"hy_v4", "hy_v4_vl_text"})
 """Types whose index rotates the last numbers of a head, not the first."""
 
 
@@ -45,15 +46,19 @@ class _Index(Mixin):
     """Numbers of a token that travel, and that a cache keeps, for its index."""
 
     def forward(
-        self: Any, hidden_states: Tensor, q_resid: Tensor, position_embeddings: tuple[Tensor, Tensor], *_: object,
-        past_key_values: Any = None, **__: object,
-    ) -> Choice:  # fmt: skip
+        self: Any,
+        hidden_states: Tensor,
+        q_resid: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        *_: object,
+        **named: Any,
+    ) -> Choice:
         """Compute queries, keys and weights as transformers' index does; over a cache, its share of the keys."""
         if (all_ := everything(hidden_states, self.index_topk)) is not None:
             return all_
         with torch.set_grad_enabled(learning_queries() is not None):
             q = self.wq_b(q_resid.detach()).unflatten(-1, (self.n_heads, self.head_dim))
-            return self.ring_choice(q, hidden_states.detach(), position_embeddings, past_key_values)
+            return self.ring_choice(q, hidden_states.detach(), position_embeddings, given_cache(named))
 
     def ring_choice(
         self: Any, q: Tensor, hidden_states: Tensor, turns: tuple[Tensor, Tensor] | None, cache: Any
@@ -79,14 +84,18 @@ class _IndexOfHidden(_Index):
 
     @torch.no_grad()
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self: Any, hidden_states: Tensor, turns: tuple[Tensor, Tensor], _: object, position_ids: Tensor,
-        past_key_values: Any = None,
-    ) -> Choice:  # fmt: skip
+        self: Any,
+        hidden_states: Tensor,
+        turns: tuple[Tensor, Tensor],
+        _: object,
+        position_ids: Tensor,
+        **named: Any,
+    ) -> Choice:
         if (all_ := everything(hidden_states, self.index_topk)) is not None:
             return all_
         q = self.wq_b(self.q_input_norm(hidden_states)).unflatten(-1, (self.n_heads, self.head_dim))
         q = self.softmax_scaling(q, position_ids, head_dim_first=False)
-        return self.ring_choice(q, hidden_states, turns if self.use_rope else None, past_key_values)
+        return self.ring_choice(q, hidden_states, turns if self.use_rope else None, given_cache(named))
 
 
 def choosing_modules(decoder: Any) -> list[nn.Module]:

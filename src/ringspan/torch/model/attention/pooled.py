@@ -28,6 +28,7 @@ from ringspan.torch.attention.index.windows import (
 )
 from ringspan.torch.attention.part import accumulation_dtype
 from ringspan.torch.attention.request import Request, in_autocast
+from ringspan.torch.layers.cache_names import given_cache
 from ringspan.torch.layers.decoder import LayerKind
 from ringspan.torch.layers.modules import Mixin
 from ringspan.torch.model.attention.choice import (
@@ -104,9 +105,7 @@ class GatedPools(Mixin):
     key_numbers = property(lambda self: self.head_dim / self.index_kpool)
 
     @torch.no_grad()
-    def forward(
-        self: Any, hidden_states: Tensor, q_resid: Tensor, *, past_key_values: Any = None, **_: object
-    ) -> Choice:
+    def forward(self: Any, hidden_states: Tensor, q_resid: Tensor, **named: Any) -> Choice:
         # With the tail, which is attended to as well.
         if (all_ := everything(hidden_states, self.index_topk + self.index_kpool - 1)) is not None:
             return all_
@@ -121,7 +120,7 @@ class GatedPools(Mixin):
             return (shares.to(keys.dtype) * keys).sum(2)
 
         index = IndexInputs(q, inputs, weights, self.softmax_scale, self.index_topk // self.index_kpool)
-        size, cache = self.index_kpool, past_key_values
+        size, cache = self.index_kpool, given_cache(named)
         pools = None if cache is None else cache.pools(self.layer_idx, size, size)
         return _choose_pools(index, size, pool, pools)
 
